@@ -536,6 +536,48 @@ def test_errors(params, error, compiler):
     assert " | " not in text.replace(given, "")  # the Lark that llguidance quotes may not be the user's
 
 
+NOT_KEPT = [
+    '{"const": -9007199254740994.0}', '{"const": [{"default": 1e999}]}', '{"enum": ["a", 12345678901234567890123]}',
+    '{"maximum": -Infinity}', '{"exclusiveMinimum": NaN}', '{"multipleOf": 1e17}', '{"minLength": 9007199254740993}',
+    '{"const": 0.12345678901234567891}', '{"enum": [1000000000000000.5]}', '{"const": -9223372036854775808}',
+]  # fmt: skip
+
+
+def test_numbers_that_llguidance_would_change(compiler, tokenizer):
+    """They came out rounded, or as null, and the last one killed the process; those that nothing reads do not count."""
+    tag = {"type": "tag", "begin": "<", "end": ">"}
+    for leaf in NOT_KEPT:
+        schema = f'{{"$defs": {{"x": {leaf}}}, "items": {{"properties": {{"default": {leaf}}}}}, "type": "array"}}'
+        nested = json.dumps({"format": {**tag, "content": {"type": "json_schema", "json_schema": "SCHEMA"}}})
+        for params in (Params(json=leaf), Params(json=json.loads(schema)), Params(grammar=f"start: %json {schema}"),
+                       Params(structural_tag=nested.replace('"SCHEMA"', schema))):  # fmt: skip
+            if isinstance(params.json, dict) and "0.1234" in leaf:  # a float already
+                continue
+            with pytest.raises(RequestError, match=r"it holds the number .*Allowed are whole numbers up to 2\^53"):
+                compiler.compile(params)
+        unread = json.loads(f'{{"const": 7, "default": {{"a": [{leaf}]}}, "examples": [{leaf}]}}')
+        assert verdict(Params(json=unread), "7", compiler, tokenizer) == "yes"
+    for text in ("9007199254740992", "-9007199254740991", "0.1", "0.30000000000000004", "-123456.75", "0.0000001"):
+        assert verdict(Params(json=f'{{"enum": [[{text}]]}}'), f"[{text}]", compiler, tokenizer) == "yes"
+
+
+def test_patterns_of_names_that_are_given_already(compiler, tokenizer):
+    """After the last of them came a comma, and then nothing."""
+    closed = {"type": "object", "properties": {"é": {"type": "integer"}, 'x"': {}}, "additionalProperties": False}
+    error = r"patternProperties .* fits only names that properties or required give"
+    for patterns, others in (
+        ({"^é$": {"minimum": 1}}, {}), ({'^(é|x")$': {}}, {}), ({"^y$": {}, "^é$": {}}, {"required": ["y"]}),
+        ({"^y$": {}}, {"allOf": [{"properties": {"y": {}}}]}),
+    ):  # fmt: skip
+        schema = {**closed, "patternProperties": patterns, **others}
+        for nested in (schema, {"anyOf": [{"type": "null"}, {"type": "array", "items": schema}]}):
+            with pytest.raises(RequestError, match=error):
+                compiler.compile(Params(json=nested))
+    for patterns, text in (({"^[éa]$": {"type": "integer"}}, '{"é": 1, "a": 2}'), ({"^é$": False}, "{}")):
+        schema = {**closed, "patternProperties": patterns}
+        assert verdict(Params(json=schema), text, compiler, tokenizer) == "yes"
+
+
 def test_a_schema_that_is_too_deep(compiler):
     """The error that should show it was itself a RecursionError."""
     schema: dict = {}

@@ -6,6 +6,8 @@ here. Everything wrong with a source is a ValueError with the reason.
 
 import json
 import re
+from contextlib import suppress
+from decimal import Decimal
 from typing import Any
 
 from nanovllm.sampling_params import StructuredOutputsParams
@@ -20,6 +22,25 @@ EBNF_PART = re.compile(
     r'"(?:[^"\\\n]|\\.)*"|\[(?:[^\]\\\n]|\\.)*\]|#[^\n]*|\r?\n(?!\s*[\w-]+\s*::=)|\.|(?<![\w-])root(?![\w-])'
 )
 
+MAX_INTEGER = 2**53  # llguidance reads every number of a schema as a float
+NOT_KEPT = (
+    "it holds the number {}, which llguidance would change, as it reads numbers as floats. Allowed are whole numbers "
+    "up to 2^53 = 9007199254740992, and decimals of 15 digits: round it, or leave it out"
+)
+NO_MORE_NAMES = (
+    "patternProperties {} fits only names that properties or required give, and additionalProperties allows no others: "
+    "put its rules at these properties, and leave it out"
+)
+ZERO = {"const": 0}
+# What the value of a JSON schema's keyword holds: schemas by name, one schema or a list of them, or data of the reader
+# alone. Of others: data that counts.
+INSIDE = {
+    **dict.fromkeys(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"), "names"),
+    **dict.fromkeys(("items", "prefixItems", "additionalItems", "additionalProperties", "contains", "propertyNames",
+                     "allOf", "anyOf", "oneOf", "not", "if", "then", "else"), "schema"),
+    **dict.fromkeys(("default", "examples", "example"), "ignored"),
+}  # fmt: skip
+
 
 def to_grammar(params: StructuredOutputsParams) -> str:
     """The grammar of ``params``, as llguidance's matchers take it."""
@@ -28,7 +49,7 @@ def to_grammar(params: StructuredOutputsParams) -> str:
     kind, source = params.kind, getattr(params, params.kind)
     whitespace = _whitespace(params)
     if kind in ("json", "json_object"):
-        schema = _object(source) if kind == "json" else {"type": "object"}
+        schema = _schema(source) if kind == "json" else '{"type": "object"}'
         grammar = LLMatcher.grammar_from_json_schema(schema, overrides=whitespace)
     elif kind == "regex":
         grammar = grammar_from("regex", _regex(source))
@@ -55,11 +76,66 @@ def _expect(condition: object, reason: str) -> None:
 def _object(source: Any) -> dict:
     """A dictionary, or the text of one."""
     try:
-        source = json.loads(source) if isinstance(source, str) else source
+        source = json.loads(source, parse_float=_as_written) if isinstance(source, str) else source
     except ValueError as error:
         raise ValueError(f"it is not JSON: {error}") from None
     _expect(isinstance(source, dict), "it must be a JSON object, as text or as a dictionary")
     return source
+
+
+def _as_written(text: str) -> float | Decimal:
+    """A number with a point or an exponent: a float, but the decimal where no float prints as this."""
+    return float(text) if Decimal(text) == Decimal(repr(float(text))) else Decimal(text)
+
+
+def _is_kept(x: Any) -> bool:
+    """Whether llguidance writes the number that it reads: it divides the digits, as a float, by a power of ten."""
+    if isinstance(x, Decimal) or not abs(x) <= MAX_INTEGER:  # NaN is not
+        return False
+    written = Decimal(repr(abs(x)))
+    power = -int(written.as_tuple().exponent)
+    return power <= 308 and float(written.scaleb(power)) / 10.0**power == abs(x)
+
+
+def _schema(source: Any) -> str:
+    """A JSON schema as text; a ValueError where llguidance would change its numbers or follow it to a dead end."""
+    schema = _object(source)
+    left: list[tuple[Any, str]] = [(schema, "schema")]
+    while left:
+        value, kind = left.pop()
+        is_object = isinstance(value, dict)
+        if is_object and kind == "schema" and value.get("patternProperties"):
+            _check_patterns(value)
+        pairs: Any = value.items() if is_object else enumerate(value)
+        for key, item in pairs:
+            inside = kind
+            if is_object and kind in ("schema", "names"):
+                inside = INSIDE.get(key, "data") if kind == "schema" else "schema"
+            if isinstance(item, (dict, list)):
+                left.append((item, inside))
+            elif isinstance(item, (int, float, Decimal)) and not isinstance(item, bool) and not _is_kept(item):
+                _expect(inside == "ignored", NOT_KEPT.format(item))
+                value[key] = None
+    return json.dumps(schema)
+
+
+def _check_patterns(schema: dict) -> None:
+    """Refuse patterns that fit no name but the given ones: llguidance would write a comma and find no further name."""
+    from llguidance import LLMatcher, LLTokenizer
+
+    parts = [schema, *(part for part in schema.get("allOf", ()) if isinstance(part, dict))]
+    names = dict.fromkeys(name for part in parts for key in ("properties", "required") for name in part.get(key, ()))
+    patterns = {pattern: rule is not False and ZERO for pattern, rule in schema["patternProperties"].items()}
+    if any(patterns.values()) and any(part.get("additionalProperties") is False for part in parts):
+        others = {"patternProperties": patterns, "additionalProperties": False}
+        probe = json.dumps({"type": "object", "properties": dict.fromkeys(names, ZERO), "required": [*names], **others})
+        grammar = LLMatcher.grammar_from_json_schema(probe, overrides={"whitespace_flexible": False})
+        matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+        if not matcher.is_error():
+            given = "".join(f"{json.dumps(name, ensure_ascii=False)}:0," for name in names)
+            matcher.consume_tokens(list(f"{{{given}".encode()))
+            matcher.compute_bitmask()
+            _expect(not matcher.is_error(), NO_MORE_NAMES.format(", ".join(patterns)))
 
 
 def _whitespace(params: StructuredOutputsParams) -> dict[str, Any]:
@@ -85,6 +161,9 @@ def _lark(source: Any) -> str:
 
     _expect(isinstance(source, str), "it must be text")
     if "::=" not in source:
+        for found in re.finditer(r"%json\s*(?={)", source):
+            with suppress(json.JSONDecodeError):  # which llguidance reports, unless it is part of a text
+                _schema(json.JSONDecoder(parse_float=_as_written).raw_decode(source, found.end())[0])
         return source
     # llguidance's converter strips the zeros of \u00e9, and would read the letters that follow as its digits
     is_plain = re.fullmatch(r"(?:[^\\]|\\[^uU])*", source, re.DOTALL)
@@ -117,7 +196,7 @@ def _format(source: dict) -> str:
     if kind == "const_string":
         return json.dumps(source["value"])
     if kind == "json_schema":
-        return f"%json {json.dumps(_object(source['json_schema']))}"
+        return f"%json {_schema(source['json_schema'])}"
     if kind == "regex":
         return f"/{regex_to_lark(_regex(source['pattern']), '')}/"
     if kind == "grammar":
