@@ -6,6 +6,8 @@ import random
 import re
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +18,7 @@ from transformers import AutoTokenizer
 from nanovllm import RequestError, SamplingParams
 from nanovllm.core import Sequence
 from nanovllm.engine.structured_outputs import token_masks
+from nanovllm.engine.structured_outputs.grammars import to_grammar
 from nanovllm.engine.structured_outputs.token_masks import BadWords, GrammarCompiler, mask_of, mask_of_all
 from nanovllm.engine.token_processor import TokenProcessors
 from nanovllm.sampling_params import StructuredOutputsParams as Params
@@ -576,6 +579,21 @@ def test_patterns_of_names_that_are_given_already(compiler, tokenizer):
     for patterns, text in (({"^[éa]$": {"type": "integer"}}, '{"é": 1, "a": 2}'), ({"^é$": False}, "{}")):
         schema = {**closed, "patternProperties": patterns}
         assert verdict(Params(json=schema), text, compiler, tokenizer) == "yes"
+
+
+FILLINGS = ["\n", "\r\n", " \n\t", "[", '\\"', '"', "# x\n", "a ", "a\n", "-", '"b" |', "(", "::="]
+
+
+def test_long_grammars_take_linear_time():
+    """The time of our regular expressions grew with the square of a run of line ends: minutes for 100 KB."""
+    for filling in FILLINGS:
+        times = []
+        for size in (10_000, 160_000):
+            start = time.process_time()
+            with suppress(ValueError):
+                to_grammar(Params(grammar='root ::= "a" ' + filling * (size // len(filling))))
+            times.append(time.process_time() - start)
+        assert times[1] < 60 * times[0] + 0.2, (filling, times)  # of the square: 256 times as long
 
 
 def test_a_schema_that_is_too_deep(compiler):

@@ -18,8 +18,9 @@ ANY_TEXT = "/(?s:.)*/"
 # Bounded: a model that is unsure what comes next goes on with whitespace, as long as it may.
 JSON_WHITESPACE = r"\n?[ \t]{0,20}"
 # of EBNF: a text, a set of characters; a comment, a line's end within a rule; any character; the name of the first rule
+# Its time is linear: a text that does not end is taken to its line's end, lest each of its characters begin a search.
 EBNF_PART = re.compile(
-    r'"(?:[^"\\\n]|\\.)*"|\[(?:[^\]\\\n]|\\.)*\]|#[^\n]*|\r?\n(?!\s*[\w-]+\s*::=)|\.|(?<![\w-])root(?![\w-])'
+    r'"(?:[^"\\\n]|\\.)*"?|\[(?:[^\]\\\n]|\\.)*\]?|#[^\n]*|\r?\n(?!\s*[\w-]+\s*::=)|\.|(?<![\w-])root(?![\w-])'
 )
 
 MAX_INTEGER = 2**53  # llguidance reads every number of a schema as a float
@@ -171,7 +172,9 @@ def _lark(source: Any) -> str:
     # It takes a rule per line. Each rule that does not reach itself becomes one regular expression, which is matched
     # exactly; but never the first, so that is another one.
     plain = {"root": "root_rule", ".": "[\\x00-\U0010ffff]"}
-    text = EBNF_PART.sub(lambda part: part[0] if part[0][0] in '"[' else plain.get(part[0], " "), source)
+    text = EBNF_PART.sub(
+        lambda part: part[0] if part[0][0] in '"[' else plain.get(part[0], " "), re.sub(r"\n\s*\n", "\n", source)
+    )
     names = re.findall(r"^\s*([\w-]+)\s*::=", text, re.MULTILINE)
     _expect("root_rule" in names, "it has no rule root ::= ...")
     _expect(len(names) == len(set(names)), "it defines a rule twice")
