@@ -252,6 +252,11 @@ FORMATS = {
     "regular parts match exactly": ('root ::= w "x"\nw ::= [a-z]*', {"abcx": "yes", "x": "yes", "xa": "begun"}),
     "sets": ("root ::= [^a] [-z] [a-] [b^] [.*]", {"b--^*": "yes", "azab.": "no", "bzab.": "yes"}),
     "comments": ('# root ::= "x"\nroot ::= "#" # or\n  # perhaps\n  | ["#]\n', {"#": "yes", '"': "yes", "x": "no"}),
+    "Lark with EBNF in a text": (
+        'start: name " ::= " name // root ::= name\nname: /[a-z]+/ | "<" name " ::=>" | /r ::= x/\n',
+        {"a ::= b": "yes", "<x ::=> ::= r ::= x": "yes", "a = b": "no"},
+    ),
+    "late root": ('  # words\r\n\tword\n ::= "a"\r\nroot\t::= word+', {"aa": "yes", "": "begun"}),
     "Lark": ('start: "a" | b\nb: "(" start ")"', {"((a))": "yes", "(a": "begun"}),
 }
 

@@ -157,11 +157,11 @@ def _regex(pattern: Any) -> str:
 
 
 def _lark(source: Any) -> str:
-    """A grammar in Lark's notation; or in EBNF, which begins at ``root ::=``, as Lark."""
+    """A grammar in Lark's notation; or in EBNF, whose lines begin with a name and ``::=``, as Lark."""
     from llguidance import grammar_from
 
     _expect(isinstance(source, str), "it must be text")
-    if "::=" not in source:
+    if not re.search(r"^[^\S\n]*[\w<>-]+\s*::=", source, re.MULTILINE):
         for found in re.finditer(r"%json\s*(?={)", source):
             with suppress(json.JSONDecodeError):  # which llguidance reports, unless it is part of a text
                 _schema(json.JSONDecoder(parse_float=_as_written).raw_decode(source, found.end())[0])
