@@ -440,6 +440,14 @@ def test_bad_words_against_a_plain_reference():
     assert held_back > 20
 
 
+def test_bad_words_of_tokens_that_the_model_lacks():
+    """Its last ids are less than the tokenizer's: the word cannot be generated. It was an IndexError."""
+    for far in (70, 95, 96, 5_000_000):
+        bad_words = bad_words_of([[far], [3, far], [far, 3], [4], [3, 5]], 70)
+        bad_words.accept(3)
+        assert not_forbidden_by(bad_words, 70) == set(range(70)) - {4, 5}
+
+
 def walked(tokenizer, regex, allowed, bad, *token_ids):
     """What may follow ``token_ids`` under a regex and bad words; all tokens but ``allowed`` are bad words."""
     config = SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCAB))
@@ -521,10 +529,12 @@ ERRORS = [
     (Params(regex="("), 'invalid regex "(" (in regex): regex parse error:\n    (\n    ^\nerror: unclosed group'),
     (Params(regex="a(?=b)"), "look-around, including look-ahead and look-behind, is not supported"),
     (Params(regex="a\\"), "its last backslash escapes nothing"),
-    (Params(regex="\udcff"), "'utf-8' codec can't encode character '\\udcff'"),
+    (Params(regex="\udcff"), r"it holds '\udcff', a lone surrogate, which no text has"),
+    (Params(json={"enum": [["a\ud83d\ude00"]]}), r"it holds '\ud83d', a lone surrogate, which no text has"),
+    (Params(json_object=True, whitespace_pattern="\ud800"), r"it holds '\ud800', a lone surrogate"),
     (Params(choice=[]), "it must be a non-empty list of strings"),
     (Params(choice=["a", 1]), "it must be a non-empty list of strings"),
-    (Params(choice=["\udcff"]), "error parsing string: lone leading surrogate"),
+    (Params(choice=["\udcff"]), r"it holds '\udcff', a lone surrogate"),
     (Params(structural_tag="{}"), 'it has neither "format" nor "structures"'),
     (Params(structural_tag='{"format": {"type": "token"}}'), "format type 'token' is not supported; const_string, "),
     (Params(structural_tag='{"format": {"type": "tag"}}'), "it is malformed (KeyError: 'begin')"),

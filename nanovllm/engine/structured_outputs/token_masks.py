@@ -60,6 +60,8 @@ class BadWords:
             if () in found:
                 raise RequestError(f"SamplingParams: bad_words={word!r} has no tokens.")
         for *before, last in found:
+            if max((*before, last)) >= vocab_size:  # which the model cannot generate
+                continue
             if before:
                 self._last_ids.setdefault(tuple(before), []).append(last)
             else:
@@ -132,14 +134,17 @@ class GrammarCompiler:
             self._load()
         try:
             values = {field.name: getattr(params, field.name) for field in fields(StructuredOutputsParams)}
-            matcher = self._matcher(json.dumps(values))
+            matcher = self._matcher(json.dumps(values, ensure_ascii=False).encode())
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise _refused(params, f"it holds {half!r}, a lone surrogate, which no text has; leave it out") from None
         except (KeyError, TypeError, AttributeError, RecursionError) as error:  # no JSON, or not as it should be
             raise _refused(params, f"it is malformed ({type(error).__name__}: {error})") from None
         except ValueError as error:
             raise _refused(params, str(error)) from None
         return Grammar(matcher.deep_copy(), self._eos_token_ids)
 
-    def _new_matcher(self, params: str) -> Any:
+    def _new_matcher(self, params: bytes) -> Any:
         grammar = to_grammar(StructuredOutputsParams(**json.loads(params)))
         matcher = self._llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
         if not matcher.is_error():
