@@ -20,6 +20,7 @@ from nanovllm.core import Sequence
 from nanovllm.engine.structured_outputs import token_masks
 from nanovllm.engine.structured_outputs.grammars import to_grammar
 from nanovllm.engine.structured_outputs.token_masks import BadWords, GrammarCompiler, mask_of, mask_of_all
+from nanovllm.engine.text.detokenizer import decode_completion
 from nanovllm.engine.token_processor import TokenProcessors
 from nanovllm.sampling_params import StructuredOutputsParams as Params
 
@@ -438,6 +439,46 @@ def test_bad_words_against_a_plain_reference():
         output.append(rng.choice([i for i in range(6) if i not in banned]))
         bad_words.accept(output[-1])
     assert held_back > 20
+
+
+def prepends_spaces():
+    """As Llama 2's: a text is encoded behind a space, which the decoder strips."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    names = ["<unk>", "<s>", "</s>", *byte_tokens, "▁", "i", "n", "f", "in", "▁in", "▁inf"]
+    merges = [("i", "n"), ("▁", "in"), ("▁in", "f")]
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, merges, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
+
+
+def test_tokenizers_that_prepend_a_space():
+    """Of choices with a space came texts without; a bad word was allowed by the tokens that follow no space."""
+    tokenizer = prepends_spaces()
+    size, find = len(tokenizer), tokenizer.convert_tokens_to_ids
+    compiler = GrammarCompiler(tokenizer, size, [2])
+    for choices in ([" in", " inf"], ["in", " in"], ["  in"], ["inf", "é"]):
+        texts = set()
+        for seed in range(30):
+            grammar, ids, rng = compiler.compile(Params(choice=choices)), [], random.Random(seed)
+            while (allowed := allowed_by(grammar, compiler, size)) > {2} or not allowed & {2}:
+                ids.append(rng.choice(sorted(allowed)))
+                if ids[-1] == 2:
+                    break
+                grammar.accept(ids[-1])
+            texts.add(decode_completion(tokenizer, ids, True))
+        assert texts == set(choices)
+    bad_words = BadWords(tokenizer, ["inf"], size)
+    assert find("▁inf") not in not_forbidden_by(bad_words, size) >= {find("f"), find("in")}
+    bad_words.accept(find("in"))
+    assert find("f") not in not_forbidden_by(bad_words, size)
+    assert not not_forbidden_by(BadWords(tokenizer, [" in"], size), size) & {find("in"), find("▁in")}
 
 
 def test_bad_words_of_tokens_that_the_model_lacks():

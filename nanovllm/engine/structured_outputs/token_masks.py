@@ -46,17 +46,21 @@ def mask_of_all(vocab_size: int, num_words: int | None = None) -> np.ndarray:
 class BadWords:
     """Forbids the last token of a bad word where the completion ends in the tokens before it.
 
-    Each of ``words`` is forbidden as it begins a text and as it follows a space.
+    Each of ``words`` is forbidden as it begins a text, as it follows a space, and as it follows a line's end: some
+    tokenizers put a space before a text.
     """
 
     def __init__(self, tokenizer: Any, words: Iterable[str], vocab_size: int):
         self._mask = mask_of_all(vocab_size)
         self._last_ids: dict[tuple[int, ...], list[int]] = {}  # what comes before -> what may not follow
         found: dict[tuple[int, ...], None] = {}
+        line_end = tokenizer.encode("\n", add_special_tokens=False)
         for word in words:
             stem = word.lstrip() or word
-            for text in (stem, f" {stem}"):
-                found[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
+            for before, text in (([], stem), ([], f" {stem}"), (line_end, f"\n{stem}")):
+                token_ids = tokenizer.encode(text, add_special_tokens=False)
+                if token_ids[: len(before)] == before:
+                    found[tuple(token_ids[len(before) :])] = None
             if () in found:
                 raise RequestError(f"SamplingParams: bad_words={word!r} has no tokens.")
         for *before, last in found:
