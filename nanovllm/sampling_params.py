@@ -165,7 +165,8 @@ class SamplingParams(Parameters):
             the text.
         min_tokens: no end-of-sequence or stop token (at most 16 different ids), and no stop string, before this many.
         n: completions of the prompt; completion i of a seeded request is seeded with ``seed + i``.
-        stop: strings that end the generation where the text first contains one; the text is cut before it.
+        stop: strings that end the generation where the text first contains one; the text is cut before it. Special
+            tokens are text with ``skip_special_tokens=False`` only.
         include_stop_str_in_output: keep the stop string, or the text of the stop token, in the text.
         logprobs: report the log-probability of each token and of this many most probable ones; 0 is the token alone.
         prompt_logprobs: the same for the prompt's tokens. Such a request does not read the prefix cache.

@@ -105,6 +105,13 @@ class IncrementalDetokenizer:
 
 
 @lru_cache(maxsize=8)
+def special_tokens(tokenizer: Any, num_tokens: int) -> dict[str, int]:
+    """The id of each special token by its text."""
+    ids = sorted(_special_ids(tokenizer, num_tokens)[0])
+    return dict(zip(decode_tokens(tokenizer, ids), ids, strict=True))
+
+
+@lru_cache(maxsize=8)
 def _special_ids(tokenizer: Any, num_tokens: int) -> tuple[frozenset[int], frozenset[int], list[int]]:
     """Ids of special tokens; of byte tokens such as "<0xE4>"; and the space that the decoder strips, if it does.
 
