@@ -95,7 +95,7 @@ def _is_kept(x: Any) -> bool:
         return False
     written = Decimal(repr(abs(x)))
     power = -int(written.as_tuple().exponent)
-    return power <= 308 and float(written.scaleb(power)) / 10.0**power == abs(x)
+    return power <= 308 and float(written.scaleb(power)) / float(f"1e{power}") == abs(x)
 
 
 def _schema(source: Any) -> str:

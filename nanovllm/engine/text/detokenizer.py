@@ -13,7 +13,7 @@ REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no UTF-8; at th
 
 def decode(tokenizer: Any, token_ids: list[int], skip_special_tokens: bool = True,
            spaces_between_special_tokens: bool = True) -> str:
-    """Decode all ids, those of a text from its beginning."""
+    """Decode all ids of a text that begins with them."""
     backend = backend_of(tokenizer)
     if backend is not None:  # transformers would look at each id before it calls it
         return backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
