@@ -627,12 +627,17 @@ def test_patterns_of_names_that_are_given_already(compiler, tokenizer):
     error = r"patternProperties .* fits only names that properties or required give"
     for patterns, others in (
         ({"^é$": {"minimum": 1}}, {}), ({'^(é|x")$': {}}, {}), ({"^y$": {}, "^é$": {}}, {"required": ["y"]}),
-        ({"^y$": {}}, {"allOf": [{"properties": {"y": {}}}]}),
+        ({"^y$": {}}, {"allOf": [{"properties": {"y": {}}}]}), ({"^y$": {}}, {"oneOf": [{"properties": {"y": {}}}]}),
+        ({"^y$": {}}, {"anyOf": [{"type": "object"}, {"allOf": [{"$ref": "#/$defs/y"}]}]}),
     ):  # fmt: skip
         schema = {**closed, "patternProperties": patterns, **others}
         for nested in (schema, {"anyOf": [{"type": "null"}, {"type": "array", "items": schema}]}):
             with pytest.raises(RequestError, match=error):
-                compiler.compile(Params(json=nested))
+                compiler.compile(Params(json={**nested, "$defs": {"y": {"properties": {"y": {}}}}}))
+    either = {"anyOf": [closed, {"type": "object", "patternProperties": {"^é$": {}}, "additionalProperties": False}]}
+    assert verdict(Params(json=either), '{"é": "a"}', compiler, tokenizer) == "yes"
+    apart = {**closed, "allOf": [{"patternProperties": {"^é$": {"type": "integer"}}}]}
+    assert verdict(Params(json=apart), '{"é": 1}', compiler, tokenizer) == "yes"
     for patterns, text in (({"^[éa]$": {"type": "integer"}}, '{"é": 1, "a": 2}'), ({"^é$": False}, "{}")):
         schema = {**closed, "patternProperties": patterns}
         assert verdict(Params(json=schema), text, compiler, tokenizer) == "yes"

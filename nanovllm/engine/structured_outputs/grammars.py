@@ -102,11 +102,12 @@ def _schema(source: Any) -> str:
     """A JSON schema as text; a ValueError where llguidance would change its numbers or follow it to a dead end."""
     schema = _object(source)
     left: list[tuple[Any, str]] = [(schema, "schema")]
+    schemas: list[dict] = []
     while left:
         value, kind = left.pop()
         is_object = isinstance(value, dict)
-        if is_object and kind == "schema" and value.get("patternProperties"):
-            _check_patterns(value)
+        if is_object and kind == "schema":
+            schemas.append(value)
         pairs: Any = value.items() if is_object else enumerate(value)
         for key, item in pairs:
             inside = kind
@@ -117,17 +118,35 @@ def _schema(source: Any) -> str:
             elif isinstance(item, (int, float, Decimal)) and not isinstance(item, bool) and not _is_kept(item):
                 _expect(inside == "ignored", NOT_KEPT.format(item))
                 value[key] = None
+    if any("patternProperties" in each for each in schemas):
+        for each in schemas:
+            merged = _merged([each], schema)
+            options = [x for part in merged for key in ("anyOf", "oneOf") for x in part.get(key, ())]
+            for option in [{}, *filter(lambda x: isinstance(x, dict), options)]:
+                _check_patterns(_merged([*merged, option], schema))
     return json.dumps(schema)
 
 
-def _check_patterns(schema: dict) -> None:
+def _merged(parts: list[dict], root: dict) -> list[dict]:
+    """Schemas, and all that must hold with them: theirs of ``allOf`` and ``$ref``."""
+    for part in parts:  # which grows
+        target: Any = root if isinstance(part.get("$ref"), str) else None
+        for key in part["$ref"].split("/")[1:] if target else ():
+            target = target.get(key) if isinstance(target, dict) else None
+        also = [*part.get("allOf", ()), target]
+        parts += [x for x in also if isinstance(x, dict) and not any(x is known for known in parts)]
+    return parts
+
+
+def _check_patterns(parts: list[dict]) -> None:
     """Refuse patterns that fit no name but the given ones: llguidance would write a comma and find no further name."""
     from llguidance import LLMatcher, LLTokenizer
 
-    parts = [schema, *(part for part in schema.get("allOf", ()) if isinstance(part, dict))]
     names = dict.fromkeys(name for part in parts for key in ("properties", "required") for name in part.get(key, ()))
-    patterns = {pattern: rule is not False and ZERO for pattern, rule in schema["patternProperties"].items()}
-    if any(patterns.values()) and any(part.get("additionalProperties") is False for part in parts):
+    closed = [part for part in parts if part.get("additionalProperties") is False]  # the others' patterns fall away
+    rules = [item for part in closed for item in part.get("patternProperties", {}).items()]
+    patterns = {pattern: rule is not False and ZERO for pattern, rule in rules}
+    if any(patterns.values()):
         others = {"patternProperties": patterns, "additionalProperties": False}
         probe = json.dumps({"type": "object", "properties": dict.fromkeys(names, ZERO), "required": [*names], **others})
         grammar = LLMatcher.grammar_from_json_schema(probe, overrides={"whitespace_flexible": False})
