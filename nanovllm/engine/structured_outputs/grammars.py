@@ -7,7 +7,7 @@ here. Everything wrong with a source is a ValueError with the reason.
 import json
 import re
 from contextlib import suppress
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from nanovllm.sampling_params import StructuredOutputsParams
@@ -25,8 +25,8 @@ EBNF_PART = re.compile(
 
 MAX_INTEGER = 2**53  # llguidance reads every number of a schema as a float
 NOT_KEPT = (
-    "it holds the number {}, which llguidance would change, as it reads numbers as floats. Allowed are whole numbers "
-    "up to 2^53 = 9007199254740992, and decimals of 15 digits: round it, or leave it out"
+    "it holds the number {!s:.100}, which llguidance would change, as it reads numbers as floats. Allowed are whole "
+    "numbers up to 2^53 = 9007199254740992, and decimals of 15 digits: round it, or leave it out"
 )
 NO_MORE_NAMES = (
     "patternProperties {} fits only names that properties or required give, and additionalProperties allows no others: "
@@ -86,7 +86,11 @@ def _object(source: Any) -> dict:
 
 def _as_written(text: str) -> float | Decimal:
     """A number with a point or an exponent: a float, but the decimal where no float prints as this."""
-    return float(text) if Decimal(text) == Decimal(repr(float(text))) else Decimal(text)
+    try:
+        exact = Decimal(text)
+    except InvalidOperation:  # an exponent of 19 digits
+        exact = Decimal("Infinity")
+    return float(text) if exact == Decimal(repr(float(text))) and exact.is_finite() else exact
 
 
 def _is_kept(x: Any) -> bool:
