@@ -604,7 +604,7 @@ NOT_KEPT = [
 
 
 def test_numbers_that_llguidance_would_change(compiler, tokenizer):
-    """They came out rounded, or as null, and the last one killed the process; those that nothing reads do not count."""
+    """They came out rounded, or as null, and -2^63 ended the process; numbers that nothing reads do not count."""
     tag = {"type": "tag", "begin": "<", "end": ">"}
     for leaf in NOT_KEPT:
         schema = f'{{"$defs": {{"x": {leaf}}}, "items": {{"properties": {{"default": {leaf}}}}}, "type": "array"}}'
