@@ -74,7 +74,9 @@ VALUES = {
         "at most max_tokens=64.": {"min_tokens": [65]},
         "an integer >= 0.": {"min_tokens": [-1]},
         "an integer from 1 to 16384.": {"n": [0, 16385]},
-        "a non-empty string or a list of them.": {"stop": ["", ["a", ""], [5]], "bad_words": [[""]]},
+        "a non-empty string without lone surrogates, or a list of them.": {
+            "stop": ["", ["a", ""], [5], "\udfffa"], "bad_words": [[""], ["a", "b\ud912"]]
+        },
         "an integer >= 0 (top alternatives per token), -1 for the whole vocabulary": {
             "logprobs": [-2, "5", NAN], "prompt_logprobs": [0.5],
         },

@@ -3,6 +3,7 @@
 Plain requests have no ``TokenProcessor``, and cost a step nothing.
 """
 
+import logging
 from array import array
 from collections.abc import Callable
 from functools import cached_property
@@ -14,12 +15,19 @@ import numpy as np
 from nanovllm.config import Config
 from nanovllm.core import Sequence
 from nanovllm.engine.structured_outputs.token_masks import BadWords, Grammar, GrammarCompiler, mask_of, mask_of_all
+from nanovllm.engine.text.detokenizer import special_tokens
 from nanovllm.engine.text.stop_strings import StopStrings
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.errors import RequestError
 from nanovllm.outputs import LogprobsAt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.packed_logprobs import Texts, logprobs_at, trimmed
+
+logger = logging.getLogger("nanovllm")
+NEVER_STOPS = (
+    "stop=%r never stops: skip_special_tokens=True leaves the special token %r out of the text. Use "
+    "stop_token_ids=[%d], or skip_special_tokens=False. This is said once."
+)
 
 
 class TokenProcessor:
@@ -113,6 +121,7 @@ class TokenProcessors:
         self._vocab_size = config.model_config.vocab_size
         self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
         self._allowed: dict[bytes, np.ndarray] = {}
+        self._has_warned = False
 
     def make(self, seq: Sequence) -> TokenProcessor | None:
         """The processor of a sequence, if it needs one. Sets its ``allowed_mask``."""
@@ -131,6 +140,13 @@ class TokenProcessors:
     def check(self, params: SamplingParams) -> None:
         """Raise RequestError where a part of a processor lacks a tokenizer, or the grammar is wrong."""
         self._parts(params)
+        if params.stop and params.skip_special_tokens and not self._has_warned:
+            tokenizer = self._required("stop")
+            special = special_tokens(tokenizer, len(tokenizer)).items()
+            never = [(string, *pair) for string in params.stop for pair in special if pair[0] and pair[0] in string]
+            if never:
+                self._has_warned = True
+                logger.warning(NEVER_STOPS, *never[0])
 
     def _parts(self, params: SamplingParams) -> tuple[StopStrings | None, Grammar | None, BadWords | None]:
         stop = grammar = bad_words = None
