@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -112,15 +113,20 @@ class LLMEngine:
             if lora_request is not None:
                 raise RequestError(f"lora_request={lora_request!r:.200} needs LLM(enable_lora=True).")
             return
-        lora, worker = None if lora_request is None else lora_request.lora_path, self._worker
+        lora, worker = version_of(lora_request), self._worker
         if lora is not None and worker.lora is None and worker.has_new_weights:
             raise RequestError(
                 "a lora_request after new weights were loaded is not supported: nanovllm merges adapters into the "
                 "checkpoint's weights. Call collective_rpc('reload_weights'), or save a new checkpoint."
             )
         if worker.lora != lora or getattr(lora_request, "load_inplace", False):
-            self.awake().update_weights(lora=lora)
+            self.awake().update_weights(lora=None if lora is None else lora[0])
             worker.lora, worker.has_new_weights = lora, False
+
+    def _without_adapter(self) -> Any:
+        """nanovllm's engine with the checkpoint's own weights."""
+        self._adapt(None)
+        return self.awake()
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests)
@@ -246,7 +252,7 @@ class LLM(LLMEngine):
         """``outputs.embedding`` of each prompt."""
         refuse("embed", **others)
         params = checked("embed", pooling_params)
-        return usable(self.awake().embed(as_prompts(prompts), params.is_active, params.dimensions, use_tqdm))
+        return usable(self._without_adapter().embed(as_prompts(prompts), params.is_active, params.dimensions, use_tqdm))
 
     def classify(self, prompts: Any, *, use_tqdm: bool | Callable = True, pooling_params: Any = None,
                  **others: Any) -> list[PoolingRequestOutput]:
@@ -255,7 +261,7 @@ class LLM(LLMEngine):
         params = checked("classify", pooling_params)
         if params.is_active is False or params.dimensions is not None:
             raise RequestError("classify: logits without activation, and dimensions, are not supported.")
-        return usable(self.awake().classify(as_prompts(prompts), use_tqdm))
+        return usable(self._without_adapter().classify(as_prompts(prompts), use_tqdm))
 
     def encode(self, prompts: Any, pooling_params: Any = None, *, use_tqdm: bool | Callable = True,
                pooling_task: str | None = None, **others: Any) -> list[PoolingRequestOutput]:
@@ -287,7 +293,7 @@ class LLM(LLMEngine):
             first *= len(second)
         if len(first) != len(second):
             raise RequestError(f"score: {len(first)} texts and {len(second)}; give one, or as many.")
-        llm = self.awake()
+        llm = self._without_adapter()
         if llm.config.model_config.num_labels or llm.config.model_config.label_tokens:
             return usable(llm.rerank(first, second, template="{query}{document}", use_tqdm=use_tqdm))
         outputs = usable(llm.embed(second, True, use_tqdm=use_tqdm))
@@ -299,6 +305,15 @@ class LLM(LLMEngine):
 
     def reward(self, *_: Any, **__: Any) -> Any:
         raise EngineError("reward of vLLM, a score for every token, is not supported by nanovllm; see classify.")
+
+
+def version_of(lora_request: Any) -> tuple | None:
+    """Path of an adapter, and marks of its files, which tell whether it was saved again; None of none."""
+    if lora_request is None:
+        return None
+    path = lora_request.lora_path
+    stats = [file.stat() for file in sorted(Path(path).expanduser().glob("adapter_*"))]  # none of a hub id
+    return path, *((s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats)
 
 
 def as_prompts(prompts: Any, prompt_token_ids: Any = None) -> Any:

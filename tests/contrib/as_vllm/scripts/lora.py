@@ -12,8 +12,8 @@ from vllm import LLM, EngineArgs, LLMEngine, SamplingParams
 from vllm.lora.request import LoRARequest
 
 
-def make_adapter(seed):
-    directory = Path(tempfile.mkdtemp())
+def make_adapter(seed, directory=None):
+    directory = Path(directory or tempfile.mkdtemp())
     down = load_file(Path(sys.argv[1], "model.safetensors"))["model.layers.0.mlp.down_proj.weight"]
     (directory / "adapter_config.json").write_text(json.dumps({
         "peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["down_proj"], "bias": "none",
@@ -45,6 +45,14 @@ if __name__ == "__main__":
     outputs = llm.generate(prompts * 2, [params] * 4, lora_request=asked, use_tqdm=False)
     assert texts(outputs) == [of_two[0], of_base[1], of_one[0], of_two[1]]
     assert [output.lora_request for output in outputs] == asked
+    training = make_adapter(3)
+    of_step = []
+    for step in range(1, 4):  # a loop that saves its adapter again, under a new id or the old one
+        make_adapter([1, 2, 1][step - 1], training)
+        of_step.append(texts(llm.generate(prompts, params, lora_request=LoRARequest("policy", max(step, 2), training))))
+    assert of_step == [of_one, of_two, of_one]
+    of_base_vector = LLM(model=sys.argv[1], dtype="float32").embed("2 + 3")[0].outputs.embedding
+    assert llm.embed("2 + 3")[0].outputs.embedding == pytest.approx(of_base_vector, abs=1e-4)
     chat = [{"role": "user", "content": "2 + 3"}]
     assert texts(llm.chat(chat, params)) != texts(llm.chat(chat, params, lora_request=one))
     with pytest.raises(ValueError, match="4 prompts but 2 lora_requests"):
