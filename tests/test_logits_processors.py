@@ -170,6 +170,7 @@ def test_what_a_function_raises_ends_its_request(oracle, make_llm):
 
 
 CALLS = {
+    "cancel": lambda llm, mates: mates[1].cancel(),
     "generate": lambda llm, mates: llm.generate([PROMPTS[0]], greedy(2), use_tqdm=False),
     "step": lambda llm, mates: llm.step(),
     "add_request": lambda llm, mates: llm.add_request(PROMPTS[0]),
