@@ -43,6 +43,7 @@ class LLMEngine:
         self.model_executor = self._worker = make_worker(self._llm, config)
         self._processors = processors.load(keywords.get("logits_processors"), config, self._llm.model_runner.device)
         self._requests: dict[str, tuple[Any, RequestOutputKind]] = {}  # future, kind; by the user's name
+        self._waiting: dict[str, tuple[Any, ...]] = {}  # arguments of ``_start``, until the engine is idle
         self._profile: Any = None  # torch's profiler, while it runs
 
     @classmethod
@@ -96,16 +97,29 @@ class LLMEngine:
 
     def add_request(self, request_id: str, prompt: Any, params: Any, arrival_time: float | None = None,
                     lora_request: Any = None, **others: Any) -> str:
-        """Queue a prompt: text, token ids or a dictionary."""
+        """Queue a prompt: text, token ids or a dictionary. With another adapter it waits for the requests before it."""
         refuse("add_request", **others)
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a string, not {type(request_id).__name__}")
-        if request_id in self._requests:
+        if request_id in self._requests or request_id in self._waiting:
             raise RequestError(f"request_id={request_id!r} is in use by an unfinished request.")
-        self._adapt(lora_request)
-        future = self.awake().submit(as_prompt(prompt), snapshots(params, self._processors))
-        self._requests[request_id] = future, getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)
+        kind = getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)
+        request = lora_request, kind, as_prompt(prompt), snapshots(params, self._processors)
+        if self._waiting or not self._fits(lora_request):
+            self.awake().submit(*request[2:]).cancel()  # raises what can never be served
+            self._waiting[request_id] = request
+        else:
+            self._start(request_id, *request)
         return request_id
+
+    def _start(self, request_id: str, lora_request: Any, kind: RequestOutputKind, prompt: Any, params: Any) -> None:
+        self._adapt(lora_request)
+        self._requests[request_id] = self.awake().submit(prompt, params), kind
+
+    def _fits(self, lora_request: Any) -> bool:
+        """Whether a request may start: it needs the weights of the unfinished ones, or there are none."""
+        needs_others = getattr(lora_request, "load_inplace", False) or version_of(lora_request) != self._worker.lora
+        return not (self._keywords.get("enable_lora") and self._requests and needs_others)
 
     def _adapt(self, lora_request: Any) -> None:
         """Merge a request's adapter into the weights in place of the one before, which takes an idle engine."""
@@ -120,6 +134,11 @@ class LLMEngine:
                 "checkpoint's weights. Call collective_rpc('reload_weights'), or save a new checkpoint."
             )
         if worker.lora != lora or getattr(lora_request, "load_inplace", False):
+            if self._requests:
+                raise EngineError(
+                    f"lora_request={lora_request!r:.200} needs other weights than the unfinished requests of "
+                    "add_request. Call step() until has_unfinished_requests() is False; or add_request, which waits."
+                )
             self.awake().update_weights(lora=None if lora is None else lora[0])
             worker.lora, worker.has_new_weights = lora, False
 
@@ -129,24 +148,29 @@ class LLMEngine:
         return self.awake()
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._requests)
+        return bool(self._requests or self._waiting)
 
     def get_num_unfinished_requests(self) -> int:
-        return len(self._requests)
+        return len(self._requests) + len(self._waiting)
 
     def abort_request(self, request_id: str | list[str], *_: Any, **__: Any) -> None:
         """Ids that are unknown or finished are passed over."""
         for name in [request_id] if isinstance(request_id, str) else request_id:
+            self._waiting.pop(name, None)
             if name in self._requests:
                 self._llm.abort(self._requests.pop(name)[0].request_id)
 
     def step(self) -> list[RequestOutput]:
         """Outputs of requests with new tokens, as their ``output_kind`` asks."""
+        while self._waiting and self._fits(next(iter(self._waiting.values()))[0]):
+            name = next(iter(self._waiting))
+            self._start(name, *self._waiting.pop(name))
         try:
             self.awake().step()
         except BaseException:
             if self._llm.is_finished():
                 self._requests.clear()  # they were dropped
+                self._waiting.clear()
             raise
         outputs = []
         for name, (future, kind) in list(self._requests.items()):

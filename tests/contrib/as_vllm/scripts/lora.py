@@ -64,12 +64,32 @@ if __name__ == "__main__":
         llm.generate(prompts, params, lora_request=one)
     llm.collective_rpc("reload_weights")
     assert texts(llm.generate(prompts, params, lora_request=one)) == of_one
+    llm.llm_engine.add_request("one", prompts[0], params, lora_request=one)
+    with pytest.raises(RuntimeError, match="needs other weights than the unfinished requests of add_request"):
+        llm.generate(prompts, params, lora_request=two)
     del llm
 
     engine = LLMEngine.from_engine_args(EngineArgs(sys.argv[1], **options))
-    engine.add_request("one", prompts[0], params, lora_request=one)
-    with pytest.raises(RuntimeError, match="needs an idle engine"):
+    for name, lora in (("one", one), ("two", two), ("base", None), ("again", one), ("aborted", two)):
+        engine.add_request(name, prompts[0], params, lora_request=lora)
+    with pytest.raises(ValueError, match="'two' is in use"):
         engine.add_request("two", prompts[0], params, lora_request=two)
+    with pytest.raises(ValueError, match="empty"):
+        engine.add_request("refused", [], params, lora_request=two)
+    assert engine.get_num_unfinished_requests() == 5
+    engine.abort_request("aborted")
+    finished = {}
     while engine.has_unfinished_requests():
-        finished = [output for output in engine.step() if output.finished]
-    assert texts(finished) == of_one[:1]
+        finished |= {output.request_id: output.outputs[0].text for output in engine.step() if output.finished}
+    assert finished == {"one": of_one[0], "two": of_two[0], "base": of_base[0], "again": of_one[0]}
+
+    missing = LoRARequest("missing", 9, "/nowhere")  # is its request's error, once it is read
+    for name, lora in (("one", one), ("missing", missing), ("two", two)):
+        engine.add_request(name, prompts[0], params, lora_request=lora)
+    errors = []
+    while engine.has_unfinished_requests():
+        try:
+            finished |= {output.request_id: output.outputs[0].text for output in engine.step() if output.finished}
+        except ValueError as error:
+            errors.append(str(error))
+    assert len(errors) == 1 and "/nowhere" in errors[0] and finished["two"] == of_two[0]
