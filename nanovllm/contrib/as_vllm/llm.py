@@ -12,6 +12,7 @@ from nanovllm.contrib.as_vllm import options, processors
 from nanovllm.contrib.as_vllm.pooling import PoolingOutput, checked, usable
 from nanovllm.contrib.as_vllm.sampling import RequestOutputKind, SamplingParams, flatten_logprobs, snapshots
 from nanovllm.contrib.as_vllm.worker import worker_class
+from nanovllm.contrib.tool_calls import with_parsed_arguments
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.llm import is_one_prompt
 from nanovllm.outputs import EmbeddingOutput, PoolingRequestOutput, RequestOutput, ScoringOutput
@@ -259,6 +260,7 @@ class LLM(LLMEngine):
              **others: Any) -> list[RequestOutput]:
         """Answer one conversation or many. Raises what ``generate`` raises."""
         refuse("chat", **others)
+        messages = with_parsed_arguments(messages)
         return self._complete(
             "chat", messages, sampling_params, lora_request, use_tqdm, chat_template=chat_template, tools=tools,
             add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
