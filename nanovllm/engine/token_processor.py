@@ -8,17 +8,18 @@ from array import array
 from collections.abc import Callable
 from functools import cached_property
 from inspect import signature
+from threading import get_ident
 from typing import Any
 
 import numpy as np
 
 from nanovllm.config import Config
-from nanovllm.core import Sequence
+from nanovllm.core import Sequence, SequenceStatus
 from nanovllm.engine.structured_outputs.token_masks import BadWords, Grammar, GrammarCompiler, mask_of, mask_of_all
 from nanovllm.engine.text.detokenizer import special_tokens
 from nanovllm.engine.text.stop_strings import StopStrings
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
-from nanovllm.errors import RequestError
+from nanovllm.errors import EngineError, RequestError
 from nanovllm.outputs import LogprobsAt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.packed_logprobs import Texts, logprobs_at, trimmed
@@ -78,9 +79,10 @@ class TokenProcessor:
     def process_logits(self, logits: Any) -> bool:
         """Call the logits processors on a tensor f32 [V], in place. False if one raises, which ends the sequence."""
         error = error_of(self._call_functions, logits)
-        if error is not None:
-            self.fail(error, "a logits processor failed")
-        return error is None
+        if error is None or self.seq.status is SequenceStatus.FINISHED:  # one has closed the stream that it is part of
+            return True
+        self.fail(error, "a logits processor failed")
+        return False
 
     def _call_functions(self, logits: Any) -> None:
         if self._functions is None:
@@ -122,6 +124,7 @@ class TokenProcessors:
         self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
         self._allowed: dict[bytes, np.ndarray] = {}
         self._has_warned = False
+        self._thread_inside: int | None = None  # that is inside a logits processor
 
     def make(self, seq: Sequence) -> TokenProcessor | None:
         """The processor of a sequence, if it needs one. Sets its ``allowed_mask``."""
@@ -136,6 +139,22 @@ class TokenProcessors:
         stop, grammar, bad_words = self._parts(params)
         texts = self._tokenizer.texts if params.logprobs is not None and params.detokenize else None
         return TokenProcessor(seq, stop, texts, grammar, bad_words)
+
+    def process_logits(self, processor: TokenProcessor, logits: Any) -> bool:
+        """Call a sequence's logits processors; see ``TokenProcessor.process_logits``."""
+        self._thread_inside = get_ident()
+        try:
+            return processor.process_logits(logits)
+        finally:
+            self._thread_inside = None
+
+    def require_outside(self) -> None:
+        """Raise EngineError inside a logits processor: its engine's step is half done, and takes no step within."""
+        if self._thread_inside == get_ident():
+            raise EngineError(
+                "a logits processor called the engine that calls it, whose step is half done. Call it before or after "
+                "the request, or give the processor an LLM of its own."
+            )
 
     def check(self, params: SamplingParams) -> None:
         """Raise RequestError where a part of a processor lacks a tokenizer, or the grammar is wrong."""

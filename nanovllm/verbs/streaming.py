@@ -77,7 +77,8 @@ class Streaming(LLMEngine):
         """Queue one prompt; return a ``concurrent.futures.Future`` of its ``RequestOutput``.
 
         The engine has no thread of its own: the request advances whenever somebody steps the engine, by any method, or
-        asks the future for its ``result()``. Like every method, this one is for one thread at a time.
+        asks the future for its ``result()``; not by ``as_completed``, ``wait`` or asyncio alone. Its ``cancel()``
+        aborts it. Like every method, this one is for one thread at a time; ``EngineThread`` is for others.
 
         Raises:
             RequestError: it can never be served; nothing was queued.
@@ -87,6 +88,12 @@ class Streaming(LLMEngine):
             future = self._submitted.futures[request.request_id] = RequestFuture(self, request)
             self._queue([request], self._submitted)
         return future
+
+    def is_finished(self) -> bool:
+        """Whether every queued request is reported, finished or dropped, and every future resolved; a surplus launch
+        may still run.
+        """
+        return super().is_finished() and not any(caller.finished for caller in self._callers)
 
     @cached_property
     def _submitted(self) -> Submitted:

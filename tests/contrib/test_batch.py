@@ -231,6 +231,31 @@ def test_openai_lines(tmp_path):
     }
 
 
+def test_tool_calls_of_openai_lines(tmp_path):
+    """Their arguments are JSON text, which templates got as it was: prompts had it encoded twice."""
+    template = "{% for m in messages %}{{ m.tool_calls | tojson }}{% endfor %}"
+
+    def messages(arguments):
+        call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+        return [{"role": "assistant", "content": None, "tool_calls": [call]}]
+
+    def body(arguments):
+        return {"messages": messages(arguments), "chat_template": template, "temperature": 0, "max_tokens": 3}
+
+    value = {"city": 'K\u00f6ln "am Rhein"', "days": [1, 2]}
+    text = json.dumps(value)
+    rows = [{"custom_id": key, "url": "/v1/chat/completions", "body": body(arguments)}
+            for key, arguments in (("text", text), ("object", value), ("wrong", text[:-1]))]  # fmt: skip
+    assert batch(write_jsonl(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", *OPTIONS) == 3
+    found = {record["custom_id"]: record for record in read_jsonl(tmp_path / "out.jsonl")}
+    with LLM(device="cpu", quiet=True) as llm:
+        prompt = llm.apply_chat_template(messages(value), chat_template=template)
+        (ids,) = llm.tokenize([prompt], add_special_tokens=False)
+    used = {key: found[key]["response"]["body"]["usage"]["prompt_tokens"] for key in ("text", "object")}
+    assert used == {"text": len(ids), "object": len(ids)}
+    assert "the tool call of 'weather' must be an object, or its JSON text" in found["wrong"]["error"]["message"]
+
+
 # imports once; every life of the job is a fork, which is killed
 KILLED = """
 import json, os, random, signal, sys, time

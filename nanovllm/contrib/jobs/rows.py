@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
+from nanovllm.contrib.tool_calls import with_parsed_arguments
 from nanovllm.errors import RequestError
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -78,6 +79,7 @@ def request_of(row: Row, args: Any) -> tuple[Any, dict[str, Any] | None, Samplin
         content, own, is_chat = plain_request(row.values, args)
     if is_chat and not (isinstance(content, list) and content and all(isinstance(m, dict) for m in content)):
         raise RequestError(f"messages must be a list of objects with role and content, not {content!r:.100}.")
+    content = with_parsed_arguments(content) if is_chat else content
     template.setdefault("add_generation_prompt", not template.get("continue_final_message"))  # as in LLM.chat
     params = replace(args.base_params, **ready(own))
     if own.get("seed") in (None, -1):  # never from the engine's running number: a resumed job draws the same
