@@ -5,6 +5,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +38,15 @@ def run_python(*argv, check=True, cwd=ROOT, timeout=300, **environment):
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
     assert not check or done.returncode == 0, done.stderr[-5000:]
     return done
+
+
+def in_threads(*functions):
+    """Run each in a thread of its own, all at once, to its end."""
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def gpu_param(*values):

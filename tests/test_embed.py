@@ -269,7 +269,7 @@ def test_rerank_with_weights_of_nan(form, reranker):
         outputs = llm.rerank(QUERY, DOCUMENTS, tokens=("0", "1"))
         assert all(output.outputs is None and "are NaN" in output.error for output in outputs)
         adapter = object.__new__(as_vllm.LLM)
-        adapter.awake = lambda: llm
+        adapter.awake, adapter._adapt = lambda: llm, lambda _: None
         score, encode = partial(adapter.score, data_2=DOCUMENTS[:3]), partial(adapter.encode, pooling_task="embed")
         for method in (adapter.embed, score, encode):
             with pytest.raises(EngineError, match=r"^prompt 0: hidden states of the prompt are NaN"):

@@ -29,20 +29,6 @@ EXPECTED = {
 }  # fmt: skip
 OTHERS = {"grpo"}  # run by test_grpo
 ALONE = ("batch_job", "evaluation", "ray_data")
-TOGETHER = """
-import contextlib, gc, io, json, runpy, sys, traceback
-outputs = {}
-for name in sys.argv[1:]:
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        try:
-            runpy.run_path(f"examples/{name}.py", run_name="__main__")
-        except BaseException:
-            output.write(traceback.format_exc())
-    outputs[name] = output.getvalue()
-    gc.collect()
-    gc.freeze()  # modules stay: each engine's start would walk them again
-print(json.dumps(outputs))
-"""
 
 
 def test_every_example_is_run():
@@ -53,9 +39,10 @@ def test_every_example_is_run():
 def test_together():
     names = [name for name, (_, extra) in EXPECTED.items() if name not in ALONE and (not extra or find_spec(extra))]
     assert len(names) >= 5
-    outputs = json.loads(run_python("-c", TOGETHER, *names).stdout.splitlines()[-1])
+    done = json.loads(run_python("tests/run_scripts.py", "examples", *names).stdout.splitlines()[-1])
     for name in names:
-        assert re.search(EXPECTED[name][0], outputs[name].strip() + "\n", re.M), f"{name}: {outputs[name]!r}"
+        assert not done[name]["error"], done[name]["error"]
+        assert re.search(EXPECTED[name][0], done[name]["output"].strip() + "\n", re.M), f"{name}: {done[name]}"
 
 
 @pytest.mark.parametrize("name", at_night(*ALONE))

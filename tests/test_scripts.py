@@ -4,7 +4,6 @@ import gc
 import json
 import os
 import re
-import subprocess
 import sys
 from dataclasses import fields
 
@@ -76,21 +75,20 @@ def test_bench_ends_with_one_line_of_json(tmp_path):
     assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
 
 
-def test_bench_says_that_vllm_is_missing():
-    if subprocess.run([sys.executable, "-c", "import vllm"], capture_output=True).returncode == 0:
-        pytest.skip("vLLM is installed")
-    done = run("bench.py", "--engine", "vllm", check=False)
-    assert done.returncode != 0 and "Install it" in done.stderr and "Traceback" not in done.stderr
-
-
-def test_bench_looks_for_all_engines_before_it_runs_one(monkeypatch):
-    """The figures of the engines before the missing one, minutes of a GPU's time, were thrown away."""
+def test_bench_looks_for_all_that_it_needs_before_it_runs(tmp_path, monkeypatch, capsys):
+    """The figures of the engines before a missing one, minutes of a GPU's time, were thrown away; those of all runs
+    when the timeline could not be written."""
     ran = []
     monkeypatch.setattr(bench, "run_apart", lambda name, *_: ran.append(name))
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(SystemExit, match=r"^--engine: vllm not installed here\. Install"):
         bench.main(["--engine", "nanovllm", "transformers", "vllm", "--device", "cpu"])
     assert not ran
+    with pytest.raises(SystemExit, match=r"^--engine vllm: vLLM cannot be imported here .* Install it in this"):
+        bench.main(["--engine", "vllm"])
+    with pytest.raises(SystemExit):
+        bench.main(["--profile", str(tmp_path / "none" / "trace.json")])
+    assert f"there is no directory {tmp_path / 'none'}" in capsys.readouterr().err
 
 
 VLLM_STAND_IN = """
@@ -165,13 +163,6 @@ def test_benchmarks_that_need_a_gpu_say_so(name, tmp_path):
     done = run(str(ROOT / "benchmarks" / f"{name}.py"), check=False, cwd=tmp_path)
     assert done.returncode == 2 and re.search(r"needs (a|as many) CUDA device", done.stderr), done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_bench_looks_for_the_profiles_directory_before_it_runs(tmp_path, capsys):
-    """The figures of all runs were lost when the timeline could not be written."""
-    with pytest.raises(SystemExit):
-        bench.main(["--profile", str(tmp_path / "none" / "trace.json")])
-    assert f"there is no directory {tmp_path / 'none'}" in capsys.readouterr().err
 
 
 def test_host_overhead_runs(capsys):

@@ -53,6 +53,16 @@ def stub(args, rows, rank=0):
         yield {"custom_id": row.key, "text": str(content), "finish_reason": asked, "error": None}, (1, 0, 1)
 
 
+def stopped(number, error):
+    """A stub that raises after some rows."""
+
+    def complete(args, rows):
+        yield from itertools.islice(stub(args, rows), number)
+        raise error
+
+    return complete
+
+
 @pytest.fixture
 def stubbed(monkeypatch):
     monkeypatch.setattr(engines, "complete", stub)
@@ -322,24 +332,21 @@ def test_without_stderr(tmp_path):
     assert (done.returncode, done.stdout) == (0, b"") and len(read_jsonl(out)) == 3
 
 
-def test_an_engine_that_fails_in_its_process(tmp_path, capsys):
-    source = write_jsonl(tmp_path / "in.jsonl", questions(2000))
-    options = (*OPTIONS, "--data-parallel-size", "2", "--max-num-seqs", "2000", "--max-model-len", "5000")
-    err = error_of(capsys, source, tmp_path / "out.jsonl", *options)
-    assert "error: max_model_len=5000: the model has positions for 4096 tokens." in err
-    assert "0 of 2,000 rows are in" in err and "the same command goes on." in err
-
-
 def leave(*args):
     os._exit(7)
 
 
-def test_an_engine_whose_process_dies(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(engines, "_work", leave)
+@pytest.mark.parametrize(
+    ("work", "max_model_len", "said"),
+    [(engines._work, "5000", r"error: max_model_len=5000: the model has positions for 4096 tokens\."),
+     (leave, "256", r"error: engine [01] ended with exit code 7\.\n")],
+)  # fmt: skip
+def test_an_engine_that_fails_in_its_process(tmp_path, monkeypatch, capsys, work, max_model_len, said):
+    monkeypatch.setattr(engines, "_work", work)
     source = write_jsonl(tmp_path / "in.jsonl", questions(2000))
-    options = (*OPTIONS, "--data-parallel-size", "2", "--max-num-seqs", "2000")
+    options = (*OPTIONS, "--data-parallel-size", "2", "--max-num-seqs", "2000", "--max-model-len", max_model_len)
     err = error_of(capsys, source, tmp_path / "out.jsonl", *options)
-    assert re.search(r"error: engine [01] ended with exit code 7\.\n", err)
+    assert re.search(said, err) and "0 of 2,000 rows are in" in err and "the same command goes on." in err
 
 
 # ---------------------------------------------------------------- with a stub
@@ -385,28 +392,22 @@ def test_import_and_help_are_light():
     run_python("-c", code)
 
 
-@pytest.mark.parametrize("cut", [1, 5, 30, 71])
-def test_torn_last_line(tmp_path, stubbed, cut):
-    """Bytes missing at the end: of the last line, up to exactly the whole of it, or of the one before."""
-    out = tmp_path / "out.jsonl"
+@pytest.mark.parametrize(("start", "end"), [(-1, None), (-5, None), (-30, None), (-71, None), (1500, 1600)])
+def test_damaged_lines_are_done_again(tmp_path, stubbed, start, end):
+    """Bytes missing at the end: of the last line, up to exactly the whole of it, or of the one before; and zeros
+    inside, which power failures leave.
+
+    A resumed job truncated OUT.run.json and wrote it again: killed between the two, the job could never go on."""
+    out, run_file = tmp_path / "out.jsonl", tmp_path / "out.jsonl.run.json"
     argv = write_jsonl(tmp_path / "in.jsonl", questions(50)), out
     assert batch(*argv) == 0
-    whole = out.read_bytes()
-    out.write_bytes(whole[:-cut])
+    whole, before = out.read_bytes(), run_file.stat()
+    damaged = whole[:start] if end is None else whole[:start] + bytes(end - start) + whole[end:]
+    out.write_bytes(damaged)
+    lines, left = (text.splitlines(keepends=True) for text in (whole, damaged))
     assert batch(*argv) == 0
-    assert out.read_bytes() == whole
-
-
-def test_a_damaged_line_inside_is_done_again(tmp_path, stubbed):
-    """Power failures leave zeros where the last second's lines were."""
-    out = tmp_path / "out.jsonl"
-    argv = write_jsonl(tmp_path / "in.jsonl", questions(50)), out
-    assert batch(*argv) == 0
-    lines = out.read_bytes().splitlines(keepends=True)
-    lines[20] = b"\0" * len(lines[20])
-    out.write_bytes(b"".join(lines))
-    assert batch(*argv) == 0
-    assert sorted(record["custom_id"] for record in read_jsonl(out)) == sorted(f"q{i}" for i in range(50))
+    assert out.read_bytes() == b"".join(sorted(lines, key=lambda line: line not in left))  # what is done again is last
+    assert (run_file.stat().st_ino, run_file.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
 def test_a_full_disk_writes_no_row_twice(tmp_path, stubbed, monkeypatch, capsys):
@@ -448,15 +449,9 @@ def test_errors_are_kept_or_tried_again(tmp_path, stubbed, monkeypatch):
 
 
 def test_ctrl_c(tmp_path, monkeypatch, capsys):
-    def interrupted(args, rows):
-        for number, row in enumerate(rows):
-            if number == 3:
-                raise KeyboardInterrupt
-            yield {"custom_id": row.key, "text": "x", "error": None}, (1, 0, 1)
-
     out = tmp_path / "out.jsonl"
     argv = write_jsonl(tmp_path / "in.jsonl", questions(5)), out
-    monkeypatch.setattr(engines, "complete", interrupted)
+    monkeypatch.setattr(engines, "complete", stopped(3, KeyboardInterrupt))
     assert batch(*argv) == 130
     assert f"3 of 5 rows are in {out}; the same command goes on.\n" in capsys.readouterr().err
     monkeypatch.setattr(engines, "complete", stub)
@@ -509,18 +504,6 @@ def test_rows_of_the_wrong_json_are_error_rows(tmp_path, stubbed):
         None, "chat_template_kwargs must be an object, not 5.", "line 3 of in.jsonl is not JSON: maximum recursion ",
         "the text in 'sampling_params' is not JSON: maximum",
     ]  # fmt: skip
-
-
-def test_a_job_that_goes_on_does_not_write_what_it_was_begun_with(tmp_path, stubbed):
-    """It truncated OUT.run.json and wrote it again: killed between the two, the job could never go on."""
-    out = tmp_path / "out.jsonl"
-    argv = write_jsonl(tmp_path / "in.jsonl", questions(3)), out
-    assert batch(*argv) == 0
-    out.write_bytes(out.read_bytes()[:-1])
-    run_file = tmp_path / "out.jsonl.run.json"
-    before = run_file.stat()
-    assert batch(*argv) == 0 and len(read_jsonl(out)) == 3
-    assert (run_file.stat().st_ino, run_file.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
 def test_what_has_changed_is_said(tmp_path, stubbed, capsys):
@@ -634,7 +617,14 @@ def test_another_model_is_refused(tmp_path, stubbed, capsys, make_checkpoint):
         (("in.jsonl", "out.jsonl", "--model", "/none"),
          "model='/none' is not a directory (No such file or directory), nor a hub id; give the directory "
          "that holds config.json."),
-        (("in.jsonl", "out.jsonl", "--metrics", "none/m"), "[Errno 2] No such file or directory: '{}/none/m'"),
+        (("in.jsonl", "out.jsonl", "--metrics", "{}/none/m"), "[Errno 2] No such file or directory: '{}/none/m'"),
+        (("in.jsonl", "out.jsonl", "--metrics", "{}/in.jsonl"),
+         "--metrics {}/in.jsonl: it is IN or OUT, and would be appended to."),
+        (("in.jsonl", "out.jsonl", "--metrics", "{}/out.jsonl"),
+         "--metrics {}/out.jsonl: it is IN or OUT, and would be appended to."),
+        (("spelled.jsonl", "out.jsonl"),  # a number and its text
+         "IN={}/spelled.jsonl: rows 0 and 1 (counted from 0) have the same id '1'. Rows that repeat an id: 1. Make the "
+         "ids unique, or name another --id-column."),
         (("in.jsonl", "out.jsonl", "--chat-template-kwargs", "[5]"),
          "--chat-template-kwargs must be an object, not [5]."),
         (("in.jsonl", "out.jsonl", "--data-parallel-size", "0"), "--data-parallel-size 0: it must be at least 1."),
@@ -649,27 +639,14 @@ def test_refused_before_the_model_loads(tmp_path, monkeypatch, capsys, argv, mes
     monkeypatch.setattr(engines, "complete", None)
     write_jsonl(tmp_path / "in.jsonl", questions(2))
     write_jsonl(tmp_path / "twice.jsonl", [{"id": x, "prompt": "x"} for x in "abcb"])
+    write_jsonl(tmp_path / "spelled.jsonl", [{"id": x, "prompt": "x"} for x in (1, "1")])
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "in.txt").write_text("x")
     (tmp_path / "latin.csv").write_bytes(b"prompt\ncaf\xe9 x\n")
-    argv = [str(tmp_path / part) if "." in part or "/m" in part else part for part in argv[:2]] + [
-        str(tmp_path / part) if part == "none/m" else part for part in argv[2:]
-    ]
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    argv = [*(tmp_path / part for part in argv[:2]), *(part.replace("{}", str(tmp_path)) for part in argv[2:])]
     assert error_of(capsys, *argv) == f"nanovllm batch: error: {message.replace('{}', str(tmp_path))}\n"
-    assert not list(tmp_path.glob("*.run.json"))
-
-
-def test_metrics_are_not_appended_to_the_rows(tmp_path, stubbed, capsys):
-    source = write_jsonl(tmp_path / "in.jsonl", questions(2))
-    for name in ("in.jsonl", "out.jsonl"):
-        err = error_of(capsys, source, tmp_path / "out.jsonl", "--metrics", tmp_path / name)
-        assert err.endswith(f"--metrics {tmp_path / name}: it is IN or OUT, and would be appended to.\n")
-    assert len(read_jsonl(source)) == 2 and len(list(tmp_path.iterdir())) == 1
-
-
-def test_numbers_and_texts_of_one_spelling_are_one_id(tmp_path, stubbed, capsys):
-    source = write_jsonl(tmp_path / "in.jsonl", [{"id": 1, "prompt": "x"}, {"id": "1", "prompt": "y"}])
-    assert "have the same id '1'" in error_of(capsys, source, tmp_path / "out.jsonl")
+    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.suffix != ".lock"} == before
 
 
 def test_two_jobs_at_once(tmp_path, monkeypatch, capsys):
@@ -761,13 +738,8 @@ def test_parquet(tmp_path, stubbed, monkeypatch):
     parquet.write_table(pyarrow.Table.from_pylist(rows[:20]), tmp_path / "in" / "a.parquet")
     write_jsonl(tmp_path / "in" / "b.jsonl", rows[20:])
     monkeypatch.setattr(files, "PART_ROWS", 8)
-
-    def failing(args, rows):
-        yield from itertools.islice(stub(args, rows), 20)
-        raise ZeroDivisionError
-
+    monkeypatch.setattr(engines, "complete", stopped(20, ZeroDivisionError))
     out = tmp_path / "out"
-    monkeypatch.setattr(engines, "complete", failing)
     with pytest.raises(ZeroDivisionError):
         batch(tmp_path / "in", out)
     (out / ".part-000003.parquet.tmp").write_bytes(b"half of a part")

@@ -140,29 +140,9 @@ def test_demo_model(demo, length_penalty):
     check(llm, model, prompts, params, llm.scheduler.eos_token_ids)
 
 
-def test_text_and_end(demo):
+def test_text_and_end(demo, monkeypatch):
     """The text is that of the tokens; a step of all beams is one call; no step once no running beam can win."""
     llm, _ = demo
-    (text,), calls = prompts_of(llm, QUESTIONS[:1]), record_calls(llm)
-    try:
-        for include in (False, True):
-            calls.clear()
-            params = BeamSearchParams(1, 50, include_stop_str_in_output=include)
-            (output,) = llm.beam_search({"prompt": text}, params)
-            (beam,) = output.sequences
-            end = "<|im_end|>" if include else ""
-            assert beam.text == f"{text}42{end}" == llm.tokenizer.decode(beam.tokens)
-            assert (beam.finish_reason, beam.stop_reason) == ("stop", llm.tokenizer.eos_token_id)
-            assert calls == [1, 1, 1]
-        calls.clear()
-        llm.beam_search([text, text], BeamSearchParams(3, 4, ignore_eos=True))
-        assert calls == [2, 6, 6, 6]
-    finally:
-        del llm.most_probable
-
-
-def record_calls(llm):
-    """The numbers of prompts of its calls of ``most_probable``."""
     calls, most_probable = [], llm.most_probable
 
     def recorded(prompts, k):
@@ -170,8 +150,17 @@ def record_calls(llm):
         calls.append(len(outputs))
         return outputs
 
-    llm.most_probable = recorded
-    return calls
+    monkeypatch.setattr(llm, "most_probable", recorded)
+    (text,) = prompts_of(llm, QUESTIONS[:1])
+    for include in (False, True):
+        params = BeamSearchParams(1, 50, include_stop_str_in_output=include)
+        (output,) = llm.beam_search({"prompt": text}, params)
+        (beam,) = output.sequences
+        end = "<|im_end|>" if include else ""
+        assert beam.text == f"{text}42{end}" == llm.tokenizer.decode(beam.tokens)
+        assert (beam.finish_reason, beam.stop_reason) == ("stop", llm.tokenizer.eos_token_id)
+    llm.beam_search([text, text], BeamSearchParams(3, 4, ignore_eos=True))
+    assert calls == [1, 1, 1, 1, 1, 1, 2, 6, 6, 6]
 
 
 def test_the_most_probable_next_tokens(few):

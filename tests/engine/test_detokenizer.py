@@ -4,6 +4,8 @@ import random
 
 import pytest
 from helpers import first_stop
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import SamplingParams
 from nanovllm.engine.text.detokenizer import (
@@ -21,16 +23,18 @@ PIECES = [*WORDS, "é", "中文", "文", "🙂", "🙂a"]
 SPECIAL = ["<s>", "</s>"]
 
 
-def fast(tokenizer, **options):
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
+def fast(model, decoder=None, added=(), **options):
+    """A tokenizer with special tokens; tokens that are ``added`` are plain text."""
+    tokenizer = Tokenizer(model)
+    if decoder is not None:
+        tokenizer.decoder = decoder
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.add_tokens([AddedToken(token) for token in added])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", **options)
 
 
 def in_alphabet(text):
     """As byte-level tokenizers write it: a character for each byte."""
-    from tokenizers import pre_tokenizers
-
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)[0][0]
 
 
@@ -40,56 +44,36 @@ def by_bytes(tokenizer, text):
 
 def byte_level():
     """All bytes, the pieces, halves of characters, special tokens, and added tokens that are plain text."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     pieces = list(map(in_alphabet, PIECES))
     halves = [piece[i:] for piece in pieces for i in (1, 2)] + [piece[:-1] for piece in pieces]
     names = dict.fromkeys([*sorted(alphabet), *pieces, *filter(None, halves)])
-    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIAL)
-    tokenizer.add_tokens([AddedToken("<think>"), AddedToken("plain text é"), AddedToken("ü")])
-    return fast(tokenizer, eos_token="</s>")
+    model = models.BPE({name: i for i, name in enumerate(names)}, [])
+    return fast(model, decoders.ByteLevel(), ("<think>", "plain text é", "ü"))
 
 
 def sentencepiece():
     """Leading space stripped, byte tokens for what is not in the vocabulary: as Llama 2 and Gemma."""
-    from tokenizers import Tokenizer, decoders, models
-
     byte_tokens, pieces = [f"<0x{byte:02X}>" for byte in range(256)], [piece.replace(" ", "▁") for piece in PIECES]
     names = dict.fromkeys(["<unk>", *SPECIAL, *byte_tokens, "▁", *pieces])
-    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    tokenizer.add_special_tokens(SPECIAL)
-    return fast(tokenizer, eos_token="</s>", unk_token="<unk>")
+    model = models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=True)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    return fast(model, decoders.Sequence(steps), unk_token="<unk>")
 
 
 def metaspace():
-    from tokenizers import Tokenizer, decoders, models
-
     names = ["<unk>", "▁", "▁b", *(piece.replace(" ", "▁") for piece in PIECES)]
-    tokenizer = Tokenizer(models.Unigram([(name, -1.0) for name in dict.fromkeys(names)], unk_id=0))
-    tokenizer.decoder = decoders.Metaspace()
-    tokenizer.add_special_tokens(SPECIAL)
-    return fast(tokenizer, eos_token="</s>", unk_token="<unk>")
+    model = models.Unigram([(name, -1.0) for name in dict.fromkeys(names)], unk_id=0)
+    return fast(model, decoders.Metaspace(), unk_token="<unk>")
 
 
 def words():
     """No decoder: tokens are joined by spaces."""
-    from tokenizers import Tokenizer, models
-
-    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(dict.fromkeys(PIECES))}, unk_token="a"))
-    tokenizer.add_special_tokens(SPECIAL)
-    return fast(tokenizer, eos_token="</s>")
+    return fast(models.WordLevel({name: i for i, name in enumerate(dict.fromkeys(PIECES))}, unk_token="a"))
 
 
 def in_python():
     """Written in Python: no ``backend_tokenizer``, spaces between special tokens. A token is a byte."""
-    from transformers import PreTrainedTokenizer
-
     class Bytes(PreTrainedTokenizer):
         vocab_size = 256
 
@@ -109,8 +93,6 @@ def in_python():
 
 
 def demo():
-    from transformers import AutoTokenizer
-
     return AutoTokenizer.from_pretrained(DEMO_MODEL)
 
 
@@ -199,12 +181,10 @@ def test_byte_tokens_are_certain_when_their_run_ends():
 
 def test_a_decoder_that_changes_text_before_the_token():
     """``DecodeStream`` raises, here at ".", and at every token after it; the engine's step would have failed."""
-    from tokenizers import Tokenizer, decoders, models
-
-    backend = Tokenizer(models.WordLevel({"a": 0, " ": 1, ".": 2}, unk_token="a"))
-    backend.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace(" .", ".")])
-    assert backend.decode([0, 1, 2, 0]) == "a.a"
-    assert fed(fast(backend), [0, 1, 2, 0, 0]) == (["a", " ", "", "a", "a"], "")
+    model = models.WordLevel({"a": 0, " ": 1, ".": 2}, unk_token="a")
+    tokenizer = fast(model, decoders.Sequence([decoders.Fuse(), decoders.Replace(" .", ".")]))
+    assert tokenizer.backend_tokenizer.decode([0, 1, 2, 0]) == "a.a"
+    assert fed(tokenizer, [0, 1, 2, 0, 0]) == (["a", " ", "", "a", "a"], "")
 
 
 @pytest.mark.parametrize("make", [byte_level, sentencepiece, in_python])

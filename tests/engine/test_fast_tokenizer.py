@@ -1,11 +1,9 @@
 """Tokenizers read from their files, against AutoTokenizer on the same files."""
 
 import json
-import subprocess
-import sys
-from threading import Thread
 
 import pytest
+from helpers import in_threads, run_python
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from nanovllm import LLM, SamplingParams
@@ -34,12 +32,9 @@ ADDED = [
 ]  # fmt: skip
 
 
-def trained(model, trainer, pre_tokenizer=None, normalizer=None):
+def trained(model, trainer, pre_tokenizer, normalizer=None):
     tokenizer = Tokenizer(model)
-    if pre_tokenizer is not None:
-        tokenizer.pre_tokenizer = pre_tokenizer
-    if normalizer is not None:
-        tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer, tokenizer.normalizer = pre_tokenizer, normalizer
     tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer
 
@@ -260,7 +255,7 @@ assert "transformers" not in loaded and "torch" in loaded
 assert llm.chat([{"role": "user", "content": "hi"}], greedy, use_tqdm=False)[0]["text"]
 assert type(llm.tokenizer).__module__.startswith("transformers") and llm.get_tokenizer() is llm.tokenizer
 """
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=300)
+    run_python("-W", "error", "-c", code)
 
 
 def test_who_asks_gets_a_real_tokenizer_that_is_used_from_then_on():
@@ -269,11 +264,7 @@ def test_who_asks_gets_a_real_tokenizer_that_is_used_from_then_on():
         before = llm.generate("who is it", none, use_tqdm=False)[0].prompt_token_ids
         assert isinstance(llm._tokenizer.tokenizer, FastTokenizer)
         seen: list = []
-        threads = [Thread(target=lambda: seen.append(llm.tokenizer)) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(*[lambda: seen.append(llm.tokenizer)] * 4)
         assert len(seen) == 4 and all(tokenizer is llm.get_tokenizer() for tokenizer in seen)
         assert seen[0].is_fast and seen[0].name_or_path == llm.config.tokenizer_path
         assert llm.generate("who is it", none, use_tqdm=False)[0].prompt_token_ids == before

@@ -22,16 +22,13 @@ def gc_threshold():
 def test_generate_runs_no_full_collection(make_llm, gc_threshold, monkeypatch):
     """In one run of three a full collection walked every torch object, and the device idled for 0.1 s."""
     llm, kept, generations = make_llm(), [], []
-    run, enough = llm.model_runner.forward, len(gc.get_objects()) // 2  # Python waits for a quarter more old objects
-
-    def allocate_and_run(batch):
-        kept.extend([] for _ in range(enough))
-        return run(batch)
+    forward = llm.model_runner.forward
+    enough = len(gc.get_objects()) // 2  # Python waits for a quarter more old objects
 
     def record(phase, info):
         generations.append(info["generation"])
 
-    llm.model_runner.forward = allocate_and_run
+    llm.model_runner.forward = lambda batch: kept.extend([] for _ in range(enough)) or forward(batch)
     gc_threshold(20_000, 1, 1)
     gc.callbacks.append(record)
     try:

@@ -6,25 +6,15 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import weakref
 
 import pytest
 import torch
-from helpers import ROOT, generate, gpu_param, greedy, prompt_of, run_ahead
+from helpers import generate, gpu_param, greedy, in_threads, prompt_of, run_ahead, run_python
 
 from nanovllm import LLM, CheckpointError, EngineError
 from nanovllm.runner.model_runner import ModelRunner
-
-
-def run_python(code, *flags):
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [sys.executable, *flags, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, timeout=240
-    )
-
 
 # ---------------------------------------------------------------- errors and interrupts
 
@@ -115,15 +105,14 @@ def test_del_frees_without_the_cycle_collector(make_checkpoint):
 def test_interpreter_ends_with_an_open_engine(make_checkpoint):
     """A script without exit() hung at its end, or printed tracebacks of half-destroyed modules."""
     done = run_python(
+        "-W", "error", "-c",
         "from nanovllm import LLM, SamplingParams\n"
         f"llm = LLM({make_checkpoint()!r}, device='cpu', skip_tokenizer_init=True, num_kvcache_blocks=4, "
         "quiet=True)\n"
         "out = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)\n"
         "print(out[0]['token_ids'])\n",
-        "-W",
-        "error",
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    )  # fmt: skip
+    assert done.stderr == ""
     assert len(json.loads(done.stdout)) == 3
 
 
@@ -149,7 +138,7 @@ print(len(llm.generate("hi", params, use_tqdm=False)))
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_in_a_forked_process():
     """A fork has no threads but its own: the child waited forever for the tokenizer's and torch's."""
-    done = run_python(FORKED)
+    done = run_python("-c", FORKED)
     text = "this engine belongs to the process that was forked; make an LLM(...) in this one."
     assert done.stdout.splitlines() == [text, "1"], done.stderr
 
@@ -182,16 +171,10 @@ def test_engines_in_two_threads(make_checkpoint):
         with LLM(**{**options, **kind}) as llm:
             return [generate(llm, prompts, greedy(10)) for _ in range(2)]
 
-    def work(kind, outcomes):
-        outcomes += [outcome(kind) for _ in range(6)]
-
     alone = [outcome(kind) for kind in kinds]
     together = [[], []]
-    threads = [threading.Thread(target=work, args=pair) for pair in zip(kinds, together, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(lambda kind=kind, outcomes=outcomes: outcomes.extend(outcome(kind) for _ in range(6))
+                 for kind, outcomes in zip(kinds, together, strict=True)))  # fmt: skip
     assert alone[0] != alone[1]
     assert together == [[alone[0]] * 6, [alone[1]] * 6]
 
@@ -218,5 +201,4 @@ assert all(prompt.prompt_token_ids == prompts[0].prompt_token_ids for prompt in 
 
 def test_first_engines_started_in_three_threads():
     """Each imported transformers, and all but one failed: "cannot import name 'AutoTokenizer' from 'transformers'"."""
-    done = run_python(STARTED_IN_THREADS)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", STARTED_IN_THREADS)

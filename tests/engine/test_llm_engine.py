@@ -1,9 +1,9 @@
 """The whole engine against transformers: limits, calls beside each other, threads. Every way: ``test_ways.py``."""
 
-import threading
+from functools import partial
 
 import pytest
-from helpers import DEVICES, generate, greedy, needs, prompt_of, run_ahead, tokens_of
+from helpers import DEVICES, generate, greedy, in_threads, needs, prompt_of, run_ahead, tokens_of
 from leaks import check_is_empty, finish
 
 from nanovllm import EngineError
@@ -60,31 +60,9 @@ def test_two_calls_at_a_time(make_llm, reference):
     assert llm.is_finished() and llm.scheduler.block_manager.num_available == len(llm.scheduler.block_manager.blocks)
 
 
-def test_from_another_thread(make_llm):
-    """Two threads stepped one engine, and each took the other's tokens."""
-    llm, errors = make_llm(), []
-
-    def intrude():
-        try:
-            llm.generate([3], greedy(1), use_tqdm=False)
-        except EngineError as error:
-            errors.append(str(error))
-
-    run = llm.model_runner.forward
-
-    def slow_run(batch):
-        thread = threading.Thread(target=intrude)
-        thread.start()
-        thread.join()
-        return run(batch)
-
-    llm.model_runner.forward = slow_run
-    assert len(generate(llm, [[5]], greedy(1))[0]) == 1
-    assert errors == ["this engine is in use by another thread; give each thread an LLM of its own."]
-
-
 def test_two_threads(make_llm, reference):
-    """The second thread's requests were queued and aborted while the first one was inside a step: IndexErrors there."""
+    """Each took the other's tokens; later, the second thread's requests were queued and aborted while the first one was
+    inside a step: IndexErrors there."""
     llm, outcomes = make_llm(), []
 
     def use(prompt):
@@ -92,17 +70,14 @@ def test_two_threads(make_llm, reference):
             try:
                 outcomes.append(generate(llm, [prompt], greedy(6)) == [reference(prompt, 6)])
             except EngineError as error:
-                outcomes.append("in use by another thread" in str(error) and "refused")
+                outcomes.append(str(error))
 
     prompts = [5, 6], [7] * 20
     for prompt in prompts:
         reference(prompt, 6)  # the oracle is for one thread, too
-    threads = [threading.Thread(target=use, args=(prompt,)) for prompt in prompts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(outcomes) == 120 and set(outcomes) == {True, "refused"}
+    in_threads(*(partial(use, prompt) for prompt in prompts))
+    refused = "this engine is in use by another thread; give each thread an LLM of its own."
+    assert len(outcomes) == 120 and set(outcomes) == {True, refused}
     assert llm.is_finished()
 
 

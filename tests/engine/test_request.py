@@ -100,13 +100,7 @@ def test_equal_parameters_share_a_snapshot(small_llm):
 def test_prompts_are_copied(make_llm, mixed):
     """Requests are made while others run: an array that its owner fills again meanwhile is not theirs any more."""
     llm, buffers = make_llm(max_num_seqs=1), [np.array([5, 6, i]) for i in range(4)]
-    run = llm.model_runner.forward
-
-    def overwritten(batch):
-        for buffer in buffers:
-            buffer[:] = 9
-        return run(batch)
-
-    llm.model_runner.forward = overwritten
+    forward = llm.model_runner.forward
+    llm.model_runner.forward = lambda batch: [buffer.fill(9) for buffer in buffers] and forward(batch)
     outputs = llm.generate([*buffers, range(3)][: 4 + mixed], SamplingParams(max_tokens=2), use_tqdm=False)
     assert [output.prompt_token_ids for output in outputs[:4]] == [[5, 6, i] for i in range(4)]

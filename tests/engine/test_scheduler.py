@@ -851,14 +851,19 @@ def test_a_slot_waits_for_64_steps_at_most():
     harness.run_to_end()
 
 
-def test_the_last_to_come_is_preempted_and_comes_back_first():
-    harness = Harness(caching=False, block_size=2, num_blocks=4, max_num_seqs=3, max_model_len=10)
+@pytest.mark.parametrize("caching, found", [(False, [0]), (True, [4, 2])])
+def test_the_last_to_come_is_preempted_and_comes_back_first(caching, found):
+    """With a prefix cache it finds its blocks again."""
+    harness = Harness(caching=caching, block_size=2, num_blocks=4, max_num_seqs=3, max_model_len=10)
     ids = [harness.add([1, 2], max_tokens=5, ignore_eos=True) for _ in range(3)]
     harness.step()
     harness.step()  # three tables of one block grow, one block is free: the last two give way, one after the other
     assert [seq.seq_id for seq in harness.scheduler.running] == ids[:2]
     assert [seq.seq_id for seq in harness.scheduler.waiting] == ids[2:]
     assert harness.scheduler.num_preemptions == 1
+    while isinstance(batch := harness.step(), DecodeBatch):
+        pass
+    assert batch.chunk_seq_ids.tolist() == ids[1 : 1 + len(found)] and batch.starts.tolist() == found
     harness.run_to_end()
     assert list(harness.outputs) == ids
 
@@ -902,21 +907,6 @@ def test_blocks_are_reserved_until_others_give_theirs_back(monkeypatch):
     assert harness.scheduler.num_preemptions == 0
 
 
-def test_preempted_sequence_finds_its_blocks_again():
-    harness = Harness(block_size=2, num_blocks=4, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=10)
-    first = harness.add([1, 2, 1], max_tokens=5, ignore_eos=True)
-    second = harness.add([2, 2, 1], max_tokens=5, ignore_eos=True)
-    starts = []
-    while not harness.engine.is_finished():
-        batch = harness.step()
-        if isinstance(batch, PrefillBatch):
-            starts += zip(batch.chunk_seq_ids.tolist(), batch.starts.tolist(), strict=True)
-    harness.run_to_end()
-    assert harness.scheduler.num_preemptions == 1
-    assert starts[:2] == [(first, 0), (second, 0)]
-    assert starts[2][0] == second
-
-
 def test_run_ahead_drains_before_it_preempts():
     """Only tokens the host knows can be computed again, so schedule() waits rather than preempt what is in flight."""
     harness = Harness(max_in_flight=1, caching=False, block_size=1, num_blocks=4, max_num_seqs=2, max_model_len=5)
@@ -942,25 +932,19 @@ def test_surplus_launches_with_one_step_in_flight(params, num_tokens, num_launch
     assert harness.device.num_launches == num_launches
 
 
+@pytest.mark.parametrize("length", [5, 4])
 @pytest.mark.parametrize("caching", [True, False])
-def test_completions_share_the_prompt(caching):
-    """The prompt is computed once; each completion has a copy of its last block, which is not full."""
+def test_completions_share_the_prompt(caching, length):
+    """The prompt is computed once; each completion has a copy of its last block, unless that is full."""
     harness = Harness(0, caching, block_size=4, num_blocks=12, max_num_seqs=3, max_num_batched_tokens=8)
-    first = harness.add([1, 2, 1, 2, 2], max_tokens=3, ignore_eos=True, n=4)
+    first = harness.add([1, 2, 1, 2, 2][:length], max_tokens=3, ignore_eos=True, n=4)
     batch = harness.step()
-    assert (batch.starts, batch.stops) == (0, 5) and batch.sampled_from.tolist() == [0, 0, 0]
+    assert (batch.starts, batch.stops) == (0, length) and batch.sampled_from.tolist() == [0, 0, 0]
     assert batch.seq_ids.tolist() == [first, first + 1, first + 2]  # max_num_seqs leaves one waiting
-    tables = [seq.block_table for seq in harness.scheduler.running]
-    assert len({table[0] for table in tables}) == 1 and len({table[1] for table in tables}) == 3
-    assert batch.moves.block_copies.tolist() == [[tables[0][1], table[1]] for table in tables[1:]]
-    harness.run_to_end()
-
-
-def test_a_full_last_block_needs_no_copy():
-    harness = Harness(block_size=4, num_blocks=12)
-    harness.add([1, 2, 1, 2], max_tokens=3, ignore_eos=True, n=3)
-    batch = harness.step()
-    assert len(batch.req_indices) == 3 and not len(batch.moves.block_copies)
+    tables, is_full = [seq.block_table for seq in harness.scheduler.running], length == 4
+    assert len({table[0] for table in tables}) == 1 and len({table[-1] for table in tables}) == (1 if is_full else 3)
+    copies = [] if is_full else [[tables[0][1], table[1]] for table in tables[1:]]
+    assert batch.moves.block_copies.tolist() == copies
     harness.run_to_end()
 
 

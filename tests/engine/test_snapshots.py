@@ -128,22 +128,33 @@ def test_all_but_one_of_the_queued_find_their_common_prefix(max_in_flight, block
     assert cached(harness) == [0] + [found] * 11
 
 
-def test_they_find_it_when_they_come_one_by_one():
-    """The second finds keys and values, but no state: it saves one there."""
-    harness = make()
-    for i in range(4):
-        harness.add(prompt(i, 2, 2, 2, 2), **GREEDY)
-        harness.run_to_end()
-    assert cached(harness) == [0, 0, 8, 8]
+FOUND = {  # name -> (prompts, whether they come one by one, the cached tokens of each, options)
+    # the second finds keys and values, but no state: it saves one there
+    "one by one": ([prompt(i, 2, 2, 2, 2) for i in range(4)], True, [0, 0, 8, 8], {}),
+    # two groups in one: each part of a prefix is computed once
+    "junctions in junctions": (
+        [prompt(*[tail] * 8, i, i, i, i, i) for tail in (1, 2) for i in range(3)], False, [0, 16, 16, 8, 16, 16], {},
+    ),
+    # prompts that nobody shares do not drive out what is shared
+    **{f"for junctions, of {n}": ([prompt(i % 4, 2, 2, 2, 2) for i in range(8)], False, [0] + [8] * 7,
+                                  {"num_snapshots": n, "max_num_seqs": 2}) for n in (1, 2)},
+    # those that are protected outlive many prompts
+    "for the protected": (
+        [prompt(2), prompt(3), *([i % 3, i // 3 % 3, i // 9 % 3, i // 27, 1, 1, 1, 1, 1] for i in range(50)),
+         prompt(4)], True, [8], {"num_snapshots": 4, "num_blocks": 400},
+    ),
+}  # fmt: skip
 
 
-def test_junctions_in_junctions():
-    """Two groups in one: each part of a prefix is computed once."""
-    harness = make()
-    for tail in ([1] * 8, [2] * 8):
-        for i in range(3):
-            harness.add(prompt(*tail, i, i, i, i, i), **GREEDY)
-    assert cached(harness) == [0, 16, 16, 8, 16, 16]
+@pytest.mark.parametrize("name", FOUND)
+def test_which_prompts_find_a_state(name):
+    prompts, one_by_one, expected, options = FOUND[name]
+    harness = make(**options)
+    for each in prompts:
+        harness.add(each, **GREEDY)
+        if one_by_one:
+            harness.run_to_end()
+    assert cached(harness)[-len(expected) :] == expected
 
 
 def test_a_batch_ends_before_who_would_load_what_it_saves():
@@ -154,27 +165,6 @@ def test_a_batch_ends_before_who_would_load_what_it_saves():
     assert isinstance(second, PrefillBatch) and second.chunk_seq_ids.tolist() == ids[2:]
     assert second.starts.tolist() == [8, 8] and len(set(second.moves.load_rows.tolist())) == 1
     harness.run_to_end()
-
-
-@pytest.mark.parametrize("num_snapshots", [1, 2])
-def test_few_snapshots_are_for_junctions(num_snapshots):
-    """Prompts that nobody shares do not drive out what is shared."""
-    harness = make(num_snapshots, max_num_seqs=2)
-    for i in range(8):
-        harness.add(prompt(i % 4, 2, 2, 2, 2), **GREEDY)
-    assert cached(harness)[1:] == [8] * 7
-
-
-def test_protected_snapshots_outlive_many_prompts():
-    harness = make(4, num_blocks=400)
-    for tail in (2, 3):
-        harness.add(prompt(tail), **GREEDY)
-        harness.run_to_end()
-    for i in range(50):
-        harness.add([i % 3, i // 3 % 3, i // 9 % 3, i // 27, 1, 1, 1, 1, 1], **GREEDY)
-        harness.run_to_end()
-    harness.add(prompt(4), **GREEDY)
-    assert cached(harness)[-1] == 8
 
 
 def test_a_chat_turn_finds_the_state_at_the_end_of_the_prompt_before():

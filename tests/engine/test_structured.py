@@ -4,7 +4,6 @@ import itertools
 import json
 import random
 import re
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -12,7 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import ROOT
+from helpers import ROOT, run_python
 from transformers import AutoTokenizer
 
 from nanovllm import RequestError, SamplingParams
@@ -141,17 +140,6 @@ def test_json_object(compiler, tokenizer):
     assert any(json.loads(text) for text in texts)
 
 
-def test_whitespace_in_json(compiler, tokenizer):
-    def check(text, **options):
-        return verdict(Params(json_object=True, **options), text, compiler, tokenizer)
-
-    spaced = '{ "a" : [1,\n2] }'
-    assert (check(spaced), check(spaced, disable_any_whitespace=True)) == ("yes", "no")
-    assert check('{"a":[1,2]}', disable_any_whitespace=True) == "yes"
-    assert check('{"a": [1, 2]}', whitespace_pattern=" ?") == "yes"
-    assert check('{"a":  1}', whitespace_pattern=" ?") == "no"
-
-
 @pytest.mark.parametrize(
     "pattern", [r"[a-z]{2,5}(/|\\)\d?", "(ab|a)(c|bcd)*", r"x?\n/[/é]{1,2}\.", "(?i)yes|no", "", r"^[^\n]{3}$"]
 )
@@ -164,13 +152,6 @@ def test_regex(pattern, compiler, tokenizer):
 def test_choice(compiler, tokenizer):
     choices = ["a", "ab", 'x/"\n\\é', "(", ".*", "日本"]
     assert set(texts_of(Params(choice=choices), compiler, tokenizer, 60)) == set(choices)
-
-
-def test_many_choices(compiler, tokenizer):
-    """llguidance's own grammar of choices met its limit at 2,000."""
-    choices = [f"item {i:04}" for i in range(3_000)]
-    assert verdict(Params(choice=choices), "item 2999", compiler, tokenizer) == "yes"
-    assert verdict(Params(choice=choices), "item 3000", compiler, tokenizer) == "no"
 
 
 ARITHMETIC = """
@@ -238,9 +219,17 @@ def test_masks_are_those_of_brute_force(name, compiler, tokenizer, spelled):
             text += spelled[choice]
 
 
-# Grammars and structural tags: which texts they take
+# Which texts they take
 
-FORMATS = {
+SPACED, MANY = '{ "a" : [1,\n2] }', [f"item {i:04}" for i in range(3_000)]
+PLAIN = {
+    "json": (Params(json_object=True), {SPACED: "yes"}),
+    "json, dense": (Params(json_object=True, disable_any_whitespace=True), {SPACED: "no", '{"a":[1,2]}': "yes"}),
+    "json, a space": (Params(json_object=True, whitespace_pattern=" ?"), {'{"a": [1, 2]}': "yes", '{"a":  1}': "no"}),
+    # llguidance's own grammar of choices met its limit at 2,000
+    "many choices": (Params(choice=MANY), {"item 2999": "yes", "item 3000": "no"}),
+}  # fmt: skip
+GRAMMARS = {
     "lines": ('root ::= "if"\r\n  | [a-z] d # comment\r\nd ::=\n [0-9]\n\n',
               {"if": "yes", "i7": "yes", "i": "begun", "7": "no"}),
     "escapes": (
@@ -262,13 +251,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_grammar(name, compiler, tokenizer):
-    grammar, expected = FORMATS[name]
-    assert {text: verdict(Params(grammar=grammar), text, compiler, tokenizer) for text in expected} == expected
-
-
-INTEGER, NULL = ({"type": "json_schema", "json_schema": {"type": kind}} for kind in ("integer", "null"))
+INTEGER = {"type": "json_schema", "json_schema": {"type": "integer"}}
 TAGS = [
     {"type": "tag", "begin": "<f=a>", "content": INTEGER, "end": "</f>"},
     {"type": "tag", "begin": "<f=b>", "content": {"type": "any_text"}, "end": ["</f>", "!"]},
@@ -295,17 +278,23 @@ TAG_CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TAG_CASES)
-def test_structural_tag(name, compiler, tokenizer):
-    source, expected = TAG_CASES[name]
-    params = Params(structural_tag=json.dumps({"type": "structural_tag", "format": source}))
-    assert {text: verdict(params, text, compiler, tokenizer) for text in expected} == expected
+OLDER = {
+    "structures": [{"begin": f"<f={kind}>", "schema": {"type": kind}, "end": "</f>"} for kind in ("integer", "null")],
+    "triggers": ["<f="],
+}
+VERDICTS = PLAIN | {
+    **{f"grammar: {name}": (Params(grammar=text), verdicts) for name, (text, verdicts) in GRAMMARS.items()},
+    **{f"tag: {name}": (Params(structural_tag=json.dumps({"type": "structural_tag", "format": source})), verdicts)
+       for name, (source, verdicts) in TAG_CASES.items()},
+    "tag of the older form": (Params(structural_tag=json.dumps(OLDER)), {
+        "hi": "yes", "<f=integer>12</f><f=null>null</f> ok": "yes", "<f=null>1": "no",
+    }),
+}  # fmt: skip
 
 
-def test_structural_tag_of_the_older_form(compiler, tokenizer):
-    structures = [{"begin": f"<f={kind}>", "schema": {"type": kind}, "end": "</f>"} for kind in ("integer", "null")]
-    params = Params(structural_tag=json.dumps({"structures": structures, "triggers": ["<f="]}))
-    expected = {"hi": "yes", "<f=integer>12</f><f=null>null</f> ok": "yes", "<f=null>1": "no"}
+@pytest.mark.parametrize("name", VERDICTS)
+def test_which_texts_are_taken(name, compiler, tokenizer):
+    params, expected = VERDICTS[name]
     assert {text: verdict(params, text, compiler, tokenizer) for text in expected} == expected
 
 
@@ -689,4 +678,4 @@ def test_engines_that_cannot(tokenizer, monkeypatch):
 def test_llguidance_is_imported_on_first_use():
     code = "import sys, nanovllm.engine.structured_outputs.token_masks as s; s.GrammarCompiler(None, 8, [1]); " \
         "sys.exit(bool({'torch', 'transformers', 'llguidance'} & set(sys.modules)))"  # fmt: skip
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    run_python("-c", code)

@@ -7,7 +7,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from itertools import pairwise
 
 import pytest
-from helpers import generate, greedy, prompt_of, run_ahead
+from helpers import generate, greedy, in_threads, prompt_of, run_ahead
 from leaks import check_is_empty
 
 from nanovllm import LLM, EngineError, RequestError, SamplingParams
@@ -105,11 +105,7 @@ def test_from_another_thread(make_llm, reference):
     """``result`` waits while another thread steps; then its own thread goes on."""
     llm, results = make_llm(), []
     futures = [llm.submit(prompt_of(5, seed=i), greedy(10 + 20 * i)) for i in range(3)]
-    threads = [threading.Thread(target=lambda f=future: results.append(f.result(60))) for future in futures]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(lambda future=future: results.append(future.result(60)) for future in futures))
     assert sorted(len(output["token_ids"]) for output in results) == [10, 30, 50]
     assert futures[2].result()["token_ids"] == reference(prompt_of(5, seed=2), 50)
 

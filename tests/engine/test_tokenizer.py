@@ -7,8 +7,9 @@ from datetime import datetime
 
 import pytest
 from helpers import generate, greedy, prompt_of, refuses, tokens_of
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from nanovllm import LLM, CheckpointError, RequestError, SamplingParams
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
@@ -145,9 +146,6 @@ def with_tokenizer(make_checkpoint, tmp_path):
     """with_tokenizer(eos, generation_eos) -> the tiny checkpoint with a tokenizer of words "t0" ... "t511"."""
 
     def make(eos, generation_eos):
-        from tokenizers import Tokenizer, models, pre_tokenizers
-        from transformers import PreTrainedTokenizerFast
-
         path = tmp_path / "with_tokenizer"
         shutil.copytree(make_checkpoint(), path)
         tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(512)}, unk_token="t0"))

@@ -91,12 +91,14 @@ def test_groups_are_sound_and_no_single_group_saves_more(chains):
 
 
 class Groups(Cascade):
-    """Host and device side together; ``sent`` counts words."""
+    """Host and device side together, of requests with these block tables; ``sent`` counts words."""
 
-    def __init__(self, max_num_seqs=6, max_blocks=5, **options):
-        self.tables, self.sent = np.full((max_num_seqs, max_blocks), -1, np.int32), 0
-        super().__init__(self.tables, BLOCK, torch.device("cpu"), **options)
+    def __init__(self, *tables):
+        self.tables, self.sent = np.full((6, 5), -1, np.int32), 0
+        super().__init__(self.tables, BLOCK, torch.device("cpu"))
         self._buffer.fill_(-7)
+        for req_idx, blocks in enumerate(tables):
+            self.enter(req_idx, blocks)
 
     def enter(self, req_idx, blocks):
         """What the request state does, and the runner."""
@@ -124,9 +126,7 @@ class Groups(Cascade):
 
 
 def test_groups_follow_the_batch():
-    groups = Groups()
-    for req_idx, blocks in enumerate([[7, 8, 9, 1], [7, 8, 9, 2], [3], [7, 4]]):
-        groups.enter(req_idx, blocks)
+    groups = Groups([7, 8, 9, 1], [7, 8, 9, 2], [3], [7, 4])
     pair = {1: (12, 0), 3: (12, 0)}
     assert groups.of_batch([3, 0, 2, 1], [6, 14, 2, 13]) == pair
     sent = groups.sent
@@ -136,19 +136,15 @@ def test_groups_follow_the_batch():
     assert groups.of_batch([0, 1], [15, 14]) == {0: (12, 0), 1: (12, 0)}
 
 
-def test_a_block_is_shared_once_all_its_tokens_are_computed():
+@pytest.mark.parametrize("first, length", [([7, 8], 8), ([7, 8, 9, 1], 13)])
+def test_a_block_is_shared_once_all_its_tokens_are_computed(first, length):
     """The token of the step is not yet: with 8 of them the second block of 4 is computed by this step."""
-    groups = Groups()
-    groups.enter(0, [7, 8])
-    groups.enter(1, [7, 8])
-    assert groups.of_batch([0, 1], [8, 8]) == {0: (4, 0), 1: (4, 0)}
+    assert Groups(first, [7, 8]).of_batch([0, 1], [length, 8]) == {0: (4, 0), 1: (4, 0)}
 
 
 def test_another_sequence_in_the_same_request_slot():
     """The batch looks the same."""
-    groups = Groups()
-    groups.enter(0, [7, 1])
-    groups.enter(1, [7, 2])
+    groups = Groups([7, 1], [7, 2])
     assert groups.of_batch([0, 1], [6, 6])
     groups.enter(1, [9])
     assert groups.of_batch([0, 1], [7, 5]) == {}
@@ -156,18 +152,9 @@ def test_another_sequence_in_the_same_request_slot():
     assert groups.of_batch([0, 1], [8, 6]) == {0: (4, 0), 1: (4, 0)}
 
 
-def test_a_block_that_this_step_fills_is_not_compared():
-    groups = Groups()
-    groups.enter(1, [7, 8])
-    groups.enter(0, [7, 8, 9, 1])
-    assert groups.of_batch([0, 1], [13, 8]) == {0: (4, 0), 1: (4, 0)}
-
-
 def test_blocks_that_were_appended_are_shared_too():
-    groups = Groups()
-    groups.enter(0, [7])
+    groups = Groups([7], [7, 8, 3])
     groups.tables[0, 1] = 8
-    groups.enter(1, [7, 8, 3])
     assert groups.of_batch([0, 1], [9, 9]) == {0: (8, 0), 1: (8, 0)}
 
 
@@ -179,9 +166,7 @@ def test_without_a_kernel_for_groups_there_is_no_part(shares_prefixes, windows):
 
 
 def test_reset_sends_everything_again():
-    groups = Groups()
-    groups.enter(0, [7, 1])
-    groups.enter(1, [7, 2])
+    groups = Groups([7, 1], [7, 2])
     known = groups.of_batch([0, 1], [6, 6])
     groups._buffer[:] = -7  # lost
     groups.reset()

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import HAS_GPU
+from helpers import record_calls
 
 from nanovllm import LLM, ConfigError, OutOfMemoryError, SamplingParams
 from nanovllm.config import Config
@@ -155,13 +156,8 @@ def test_threads_that_the_user_chose(four_cores):
 def test_threads_of_an_engine(four_cores, make_llm):
     """Steps of the tiny model run on one thread; the user's code between them, and after an error, on four."""
     llm = make_llm()
-    seen = []
-
-    def run_sampler(*args):
-        seen.append(torch.get_num_threads())
-        return original(*args)
-
-    original, llm.model_runner.run_sampler = llm.model_runner.run_sampler, run_sampler
+    seen, run_sampler = [], llm.model_runner.run_sampler
+    llm.model_runner.run_sampler = lambda *args: seen.append(torch.get_num_threads()) or run_sampler(*args)
     llm.add_request([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True))
     while not llm.is_finished():
         llm.step()
@@ -182,21 +178,13 @@ def test_launches_of_a_cpu_are_small(device, max_num_batched_tokens, max_num_seq
 
 def test_a_long_prompt_on_a_cpu_is_computed_in_chunks(make_llm, reference):
     llm = make_llm(max_num_batched_tokens=4000, max_model_len=1200)
-    batches, forward = [], llm.model_runner.forward
-    llm.model_runner.forward = lambda batch: (batches.append(batch.num_tokens), forward(batch))
+    batches = record_calls(llm.model_runner, "forward")
     prompt = [(7 * i) % 500 for i in range(1100)]
     (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), use_tqdm=False)
-    assert batches == [1024, 76, 1] and output["token_ids"] == reference(prompt, 2)
+    assert [batch.num_tokens for batch in batches] == [1024, 76, 1] and output["token_ids"] == reference(prompt, 2)
 
 
 # ---------------------------------------------------------------- the line at start
-
-
-def line_of(config, device, dtype, num_blocks):
-    runner = SimpleNamespace(
-        device=device, rank=SimpleNamespace(dtype=dtype), num_kvcache_blocks=num_blocks, config=config, parts=[]
-    )
-    return describe(config, runner)
 
 
 def test_line_at_start_of_recurrent_layers():
@@ -227,14 +215,11 @@ def test_line_at_start_of_recurrent_layers():
 )
 def test_line_at_start(device, options, where, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    line = line_of(Config(**options), torch.device(device), torch.bfloat16, 100)
-    assert line == (
+    config, rank = Config(**options), SimpleNamespace(dtype=torch.bfloat16)
+    runner = SimpleNamespace(device=torch.device(device), rank=rank, num_kvcache_blocks=100, config=config, parts=[])
+    assert describe(config, runner) == (
         f"nanovllm: the demo model on {where}; KV cache of 25,600 tokens; max_model_len 4,096, max_num_seqs 512"
     )
-
-
-def test_line_at_start_names_the_model(make_checkpoint):
-    assert line_of(Config(make_checkpoint()), CPU, torch.float32, 1).startswith(f"nanovllm: {make_checkpoint()} on ")
 
 
 def test_line_at_start_is_logged(make_checkpoint, caplog):
@@ -244,7 +229,8 @@ def test_line_at_start_is_logged(make_checkpoint, caplog):
     load(make_checkpoint(), num_kvcache_blocks=7)
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("nanovllm", "INFO")
-    assert "on the CPU, float32; KV cache of 112 tokens; max_model_len 4,096" in record.getMessage()
+    line = f"nanovllm: {make_checkpoint()} on the CPU, float32; KV cache of 112 tokens; max_model_len 4,096"
+    assert record.getMessage().startswith(line)
 
 
 def test_where_the_line_at_start_goes(monkeypatch, capsys):

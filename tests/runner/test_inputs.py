@@ -18,7 +18,7 @@ from nanovllm.runner.memory import BlockCopies
 from nanovllm.runner.prefix_copies import PrefixCopies
 
 CPU = torch.device("cpu")
-BLOCK_SIZE, MAX_NUM_SEQS, MAX_BLOCKS, V = 4, 6, 12, 100
+BLOCK_SIZE, MAX_NUM_SEQS, MAX_BLOCKS = 4, 6, 12
 
 
 @histories(200)

@@ -37,6 +37,12 @@ def loaded(path, tp=SINGLE_RANK):
     return model
 
 
+def same(path, other, tp=SINGLE_RANK):
+    """Whether two checkpoints give the same parameters."""
+    one, two = (loaded(each, tp).state_dict() for each in (path, other))
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
 def tensors_of(path):
     """Every tensor of a checkpoint by name."""
     tensors = {}
@@ -118,9 +124,7 @@ def merge(tensors):
 @pytest.mark.parametrize("rank, size", [(0, 1), (1, 2), (5, 8)])
 def test_layers_merged_in_the_file(rank, size, make_checkpoint, copy_of):
     path = make_checkpoint(**BIASED)
-    tp = TPGroup(rank, size)
-    want, got = loaded(path, tp).state_dict(), loaded(copy_of(path, merge), tp).state_dict()
-    assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
+    assert same(path, copy_of(path, merge), TPGroup(rank, size))
 
 
 @pytest.fixture
@@ -135,12 +139,6 @@ def sharded(make_checkpoint, tmp_path):
     return str(tmp_path), whole
 
 
-def test_several_files(sharded):
-    several, whole = (loaded(path).state_dict() for path in sharded)
-    assert several.keys() == whole.keys()
-    assert all(torch.equal(several[name], whole[name]) for name in whole)
-
-
 def test_a_file_of_several_is_missing(sharded):
     """Where all were, the error said that there was no *.safetensors file."""
     path, _ = sharded
@@ -152,14 +150,14 @@ def test_a_file_of_several_is_missing(sharded):
             load_model(build(path), path)
 
 
-def test_other_files_beside_those_of_the_index(sharded):
+def test_several_files_and_others_beside_those_of_the_index(sharded):
     """As repositories have them: the same weights in one file, an adapter, what macOS leaves behind."""
     path, whole = sharded
+    assert same(path, whole)
     save_file(tensors_of(whole), Path(path) / "consolidated.safetensors")
     save_file({"lora_A": torch.ones(2)}, Path(path) / "adapter_model.safetensors")
     (Path(path) / "._model-00001-of-00009.safetensors").write_bytes(b"\0\5\x16\7")
-    several, one = loaded(path).state_dict(), loaded(whole).state_dict()
-    assert several.keys() == one.keys() and all(torch.equal(several[name], one[name]) for name in one)
+    assert same(path, whole)
     for file in (*Path(path).glob("*.index.json"), *Path(path).glob(".*"), *Path(path).glob("adapter*")):
         file.unlink()
     loaded(path)  # without an index
@@ -355,13 +353,7 @@ def test_misshapen_tensor(tp, dim, name, shape, make_checkpoint, copy_of):
     assert f"tensor {name!r} has shape {wrong}, expected {shape}." in str(error.value)
 
 
-@pytest.mark.parametrize("size", (0, -100))
-def test_truncated_file(size, make_checkpoint, copy_of):
-    path = copy_of(make_checkpoint())
-    file = Path(path) / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:size])
-    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read .*is the download complete"):
-        load_model(build(path), path)
+UNREADABLE = r"model.safetensors cannot be read .*is the download complete"
 
 
 @pytest.mark.parametrize("name", ("model.safetensors", "model-00002-of-00002.safetensors"))
@@ -394,10 +386,14 @@ def test_a_model_without_the_prefix(in_another_file, tied, make_checkpoint, copy
     assert all(torch.equal(tensor, want[name]) for name, tensor in model.state_dict().items())
 
 
-def test_no_safetensors(make_checkpoint, copy_of):
+@pytest.mark.parametrize(("damage", "text"), [
+    *((lambda file, size=size: file.write_bytes(file.read_bytes()[:size]), UNREADABLE) for size in (0, -100)),
+    (lambda file: file.rename(file.with_name("pytorch_model.bin")), r"holds no \*\.safetensors file"),
+], ids=["empty", "cut", "renamed"])  # fmt: skip
+def test_damaged_file(damage, text, make_checkpoint, copy_of):
     path = copy_of(make_checkpoint())
-    (Path(path) / "model.safetensors").rename(Path(path) / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"holds no \*\.safetensors file"):
+    damage(Path(path) / "model.safetensors")
+    with pytest.raises(CheckpointError, match=text):
         load_model(build(path), path)
 
 

@@ -10,7 +10,6 @@ import random
 import runpy
 import shutil
 import sys
-import time
 from functools import partialmethod
 from pathlib import Path
 
@@ -94,7 +93,6 @@ def command_line(folder: Path) -> dict:
 
 
 def main(folder: Path) -> dict:
-    seconds = {"start": time.perf_counter()}
     write_tasks(folder)
     report: dict = {"command_line": command_line(folder)}
     import lm_eval
@@ -112,7 +110,6 @@ def main(folder: Path) -> dict:
     report["num_tokens"] = max(len(models["nanovllm"].tok_encode(json.loads(line)["text"]))
                                for line in (folder / "demo_perplexity.jsonl").open())  # fmt: skip
     for name, model in models.items():
-        begin = time.perf_counter()
         results, samples = {}, {}
         for chat in (False, True):
             tasks = [task for task in TASKS if (task == "demo_chat") == chat]
@@ -125,7 +122,6 @@ def main(folder: Path) -> dict:
                 }  # fmt: skip
                 rows = sorted(run["samples"][task], key=lambda row: row["doc_id"])
                 samples[task] = [row["resps"] for row in rows]
-        seconds[name] = time.perf_counter() - begin
         report[name] = {"results": results, "samples": samples}
     # a special token as a stop; and a context that must be cut
     other = with_other_eos(folder)
@@ -137,8 +133,6 @@ def main(folder: Path) -> dict:
         HFLM(pretrained=other, dtype="float32", device="cpu", max_length=MAX_LENGTH).generate_until(requests),
         NanoVLLM(other, dtype="float32", device="cpu", max_model_len=MAX_LENGTH, quiet=True).generate_until(requests),
     ]
-    seconds["start"] = time.perf_counter() - seconds["start"] - seconds["hf"] - seconds["nanovllm"]
-    report["seconds"] = {name: round(value, 1) for name, value in seconds.items()}
     return report
 
 

@@ -42,7 +42,7 @@ class Hostile:
         raise Panic("unwrap on a None")
 
 
-def test_errors_are_of_their_request(engine):
+def test_whatever_a_request_raises(engine):
     good, *bad = (engine.submit(prompt, PARAMS) for prompt in ([2], [10**6], Hostile()))
     for future, text in zip(bad, ("outside the vocabulary", "this request fails with Panic: unwrap on"), strict=True):
         with pytest.raises(RequestError, match=text):
@@ -50,8 +50,8 @@ def test_errors_are_of_their_request(engine):
     assert len(good.result(60)["token_ids"]) == 6
 
 
-def test_an_output_that_cannot_be_made_fails_its_request(engine, monkeypatch):
-    """Its caller waited for ever, and the requests beside it failed."""
+def test_errors_are_of_their_request(engine, monkeypatch):
+    """Of one whose output cannot be made the caller waited for ever, and the requests beside it failed."""
     output = Request.output
 
     def failing(request):
@@ -60,9 +60,11 @@ def test_an_output_that_cannot_be_made_fails_its_request(engine, monkeypatch):
         return output(request)
 
     monkeypatch.setattr(Request, "output", failing)
-    good, bad = engine.submit([2], PARAMS), engine.submit([3], PARAMS)
+    good, unknown, broken = (engine.submit([token], PARAMS) for token in (2, 10**6, 3))
+    with pytest.raises(RequestError, match="outside the vocabulary"):
+        unknown.result(60)
     with pytest.raises(OSError, match="file is gone"):
-        bad.result(60)
+        broken.result(60)
     assert len(good.result(60)["token_ids"]) == 6
 
 

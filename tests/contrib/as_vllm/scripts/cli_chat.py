@@ -1,4 +1,4 @@
-"""An example with vLLM's own command line: all engine keywords pass through a parser, with their defaults."""
+"""A chat with vLLM's own command line: engine keywords through a parser, with their defaults; what templates take."""
 
 import sys
 
@@ -34,3 +34,15 @@ template = "{% for m in messages %}{{ '<|im_start|>user\n2 + 3<|im_end|>\n<|im_s
 (output,) = llm.chat(conversation[:1], sampling_params, chat_template=template)
 assert output.outputs[0].text == "5"
 assert llm.llm_engine.model_config.max_model_len == 512
+
+tokenizer, messages = llm.get_tokenizer(), conversation[:1]
+sampling_params.max_tokens = 32768  # more than the context holds
+tokenizer.chat_template += "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+(on,) = llm.chat([messages], sampling_params)
+(off,) = llm.chat([messages], sampling_params, chat_template_kwargs={"enable_thinking": False})
+assert off.prompt == on.prompt + "<think></think>"
+text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+assert off.prompt == text
+begun = [*messages, {"role": "assistant", "content": "It is"}]
+(output,) = llm.chat(begun, sampling_params, add_generation_prompt=False, continue_final_message=True)
+assert output.prompt.rstrip().endswith("It is")

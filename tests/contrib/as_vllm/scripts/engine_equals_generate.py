@@ -1,7 +1,7 @@
-"""The engine loop gives what ``generate`` gives, whole and in deltas: stop strings, n, log-probabilities."""
+"""The engine loop gives what ``generate`` gives, whole, in deltas, and when it is final, one beside the other."""
 
-import itertools
 import sys
+from itertools import chain, pairwise
 
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
@@ -24,21 +24,26 @@ def of(completion):
 
 
 expected = [[of(c) for c in output.outputs] for output in llm.generate(prompts, params, use_tqdm=False)]
-for kind in RequestOutputKind:
+kinds = list(RequestOutputKind)
+for first in range(len(kinds)):
     seen = {str(i): [] for i in range(len(prompts))}
     for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
-        p.output_kind = kind
+        p.output_kind = kinds[(first + i) % len(kinds)]
         engine.add_request(str(i), prompt, p)
     while engine.has_unfinished_requests():
         for output in engine.step():
             seen[output.request_id].append([of(c) for c in output.outputs])
     for i, outputs in enumerate(seen.values()):
+        kind = params[i].output_kind
         if kind is RequestOutputKind.DELTA:
             joined = []
             for parts in zip(*outputs, strict=True):
                 texts, ids, logprobs, reasons = zip(*parts, strict=True)
-                whole = None if logprobs[-1] is None else list(itertools.chain.from_iterable(logprobs))
-                joined.append(("".join(texts), list(itertools.chain.from_iterable(ids)), whole, reasons[-1]))
+                whole = None if logprobs[-1] is None else list(chain.from_iterable(logprobs))
+                joined.append(("".join(texts), list(chain.from_iterable(ids)), whole, reasons[-1]))
             assert joined == expected[i], (i, joined, expected[i])
-        else:
-            assert outputs[-1] == expected[i], (kind, i)
+            continue
+        assert outputs[-1] == expected[i], (kind, i)
+        texts = [output[0][0] for output in outputs]
+        assert all(later.startswith(text) for text, later in pairwise(texts)), texts
+        assert (len(outputs) == 1) == (kind is RequestOutputKind.FINAL_ONLY)

@@ -1,11 +1,15 @@
-"""Log-probabilities of what was generated: order, ranks, sums, text."""
+"""Log-probabilities: order, ranks, sums, text; and outputs that a script changes, copies, sends to another process."""
 
+import copy
+import dataclasses
+import json
 import math
+import pickle
 import sys
 from itertools import pairwise
 
 import pytest
-from vllm import LLM, SamplingParams
+from vllm import LLM, CompletionOutput, RequestOutput, SamplingParams
 from vllm.logprobs import Logprob
 
 llm = LLM(model=sys.argv[1], max_logprobs=10)
@@ -28,3 +32,19 @@ with pytest.raises(ValueError, match="10"):
     llm.generate(["2 + 3"], SamplingParams(logprobs=11))
 (output,) = llm.generate(["2 + 3"], SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=2, logprobs=True))
 assert output.prompt_logprobs[0] is None and len(output.outputs[0].logprobs[0]) == 1
+
+params = SamplingParams(n=2, temperature=0.5, max_tokens=8, logprobs=2, stop="<never>", include_stop_str_in_output=True)
+(output,) = llm.generate(["spell banana"], params)
+assert isinstance(output, RequestOutput) and isinstance(output.outputs[0], CompletionOutput)
+output.outputs[0].text += " (edited)"
+output.outputs[0].finish_reason = "answered"
+output.outputs = output.outputs[:1]
+again = pickle.loads(pickle.dumps(output))
+assert again.outputs[0].text.endswith(" (edited)") and again.outputs[0].logprobs == output.outputs[0].logprobs
+as_dict = dataclasses.asdict(again.outputs[0])
+assert {"index", "text", "token_ids", "cumulative_logprob", "logprobs", "finish_reason", "stop_reason"} <= set(as_dict)
+json.dumps({"text": as_dict["text"], "ids": list(as_dict["token_ids"]), "sum": as_dict["cumulative_logprob"]})
+assert copy.deepcopy(params) == params.clone() == params
+edited = copy.deepcopy(params)
+edited.temperature = 0.0
+assert params.temperature == 0.5
