@@ -4,6 +4,7 @@ Owns the public names; everything else may move. The import is light: torch, tra
 loaded by the first use of ``LLM``.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from nanovllm.errors import (
@@ -40,6 +41,8 @@ def __getattr__(name: str):
         from nanovllm.contrib.beam_search import BeamSearchParams
 
         return BeamSearchParams
+    if name == "config":  # ``nanovllm.config.Config`` lists the options of ``LLM``
+        return import_module("nanovllm.config")
     raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
 
 

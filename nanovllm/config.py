@@ -91,8 +91,9 @@ class Config:
     Args:
         model: a local directory, a hub id such as "Qwen/Qwen3-0.6B", or None for the bundled demo model.
         max_num_batched_tokens: limit on tokens in one launch; longer prompts are prefilled in chunks. A CPU takes
-            1,024 at most, or max_num_seqs if that is more.
-        max_num_seqs: limit on sequences that run at once; fewer, if the states of recurrent layers have no room.
+            1,024 at most, or max_num_seqs if that is more. Not less than a max_num_seqs that is given alone.
+        max_num_seqs: limit on sequences that run at once; fewer, if the states of recurrent layers have no room, or if
+            fewer max_num_batched_tokens are given alone.
         max_model_len: limit on prompt and completion tokens together; None is 4096, or the model's positions if fewer.
         gpu_memory_utilization: fraction of the device's memory to fill, the memory of other processes included.
         tensor_parallel_size: number of devices the model is sharded over, 1 to 8.
@@ -184,10 +185,12 @@ class Config:
                 if name in SAMPLING_DEFAULTS:
                     hint = f" It is a parameter of a request: SamplingParams({name}=...)."
                 raise ConfigError(f"LLM() has no option {name!r}.{hint} Options: {', '.join(known)}.")
+        options = {"max_num_seqs": None, "max_num_batched_tokens": None} | options
         return cls(model, **options)
 
     def __post_init__(self) -> None:
         # vars(self) bypasses the frozen __setattr__
+        unset = {name for name, value in vars(self).items() if value is None}
         defaults = {option.name: option.default for option in fields(self) if option.init}
         options = {name: defaults[name] if value is None else value for name, value in vars(self).items()}
         dtype = str(options["dtype"]).removeprefix("torch.")
@@ -205,6 +208,11 @@ class Config:
             )
         if self.speculative_config is not None:
             vars(self).update(speculative_config=SpeculativeConfig.of(self.speculative_config))
+        # a default of the two fits itself to the other
+        if "max_num_seqs" in unset:
+            vars(self).update(max_num_seqs=min(self.max_num_seqs, self.max_num_batched_tokens))
+        elif "max_num_batched_tokens" in unset:
+            vars(self).update(max_num_batched_tokens=max(self.max_num_seqs, self.max_num_batched_tokens))
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ConfigError(
                 f"max_num_seqs={self.max_num_seqs} is larger than max_num_batched_tokens="

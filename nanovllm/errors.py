@@ -20,6 +20,23 @@ class RequestError(NanoVLLMError, ValueError):
     """A prompt or its sampling parameters cannot be served; nothing was queued."""
 
 
+def as_request_error(error: BaseException) -> RequestError:
+    """Return the error of one request, whatever its type, as RequestError.
+
+    Interrupts, and errors of the engine behind the request, are raised again: they are not of this request alone.
+    """
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, (NanoVLLMError, KeyboardInterrupt, SystemExit, GeneratorExit)):
+        raise error
+    refused = RequestError(  # of any other class: a panic of tokenizers is not even an Exception
+        f"this request fails with {type(error).__name__}: {error!s:.500}. Check the values of its prompt, parameters "
+        "and chat template."
+    )
+    refused.__cause__ = error
+    return refused
+
+
 class OutOfMemoryError(NanoVLLMError, RuntimeError):
     """The device, or the host, has no room for the weights or for a KV cache."""
 

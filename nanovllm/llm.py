@@ -3,6 +3,7 @@
 from collections.abc import Sequence as ListLike
 from typing import Any
 
+from nanovllm.config import Config
 from nanovllm.contrib.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from nanovllm.engine.callers import collect
 from nanovllm.engine.guard import Guard
@@ -27,7 +28,7 @@ class LLM(
     Pooling,
     WeightVerbs,
 ):
-    __doc__ = LLMEngine.__doc__
+    __doc__ = f"{LLMEngine.__doc__}\n    {Config.__doc__}"  # for ``help``: the options, too
 
     def beam_search(self, prompts: Prompt | ListLike[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """Search the most probable completions with a beam; see ``BeamSearchParams``."""

@@ -1,6 +1,8 @@
 """Sampling parameters of one request. Their owner may edit them; the engine takes a checked copy on submission."""
 
 import marshal
+import re
+import sys
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -25,6 +27,7 @@ from nanovllm.validation import (
 
 MAX_STOP_IDS = 16  # ids per request that min_tokens can mask: the width of the device's column
 MAX_LOGIT_BIAS = 1024  # biased ids per request
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character: no text in UTF-8 holds one
 MIN_TEMPERATURE = 1e-5  # below it, logits / temperature may overflow, and the Gumbel noise has no effect anyway
 
 
@@ -36,7 +39,7 @@ def _are_token_ids(values: Any) -> bool:
 
 
 def _is_bias(value: Any) -> bool:
-    finite = number("", lambda x: True)
+    finite = number("", lambda x: abs(int(x)) <= sys.float_info.max)  # an int has no such limit
     return isinstance(value, dict) and all(at_least(0).accepts(i) and finite.accepts(x) for i, x in value.items())
 
 
@@ -47,7 +50,7 @@ def _as_strings(value: Any) -> list[str]:
 def _is_strings(value: Any) -> bool:
     if not isinstance(value, (str, list, tuple, type(None))):
         return False
-    return all(isinstance(text, str) and text for text in _as_strings(value))
+    return all(isinstance(text, str) and text and not LONE_SURROGATE.search(text) for text in _as_strings(value))
 
 
 PENALTY = number("in [-2, 2]", lambda x: -2 <= x <= 2)
@@ -56,7 +59,7 @@ NUM_LOGPROBS = Rule(
     lambda x: x is None or isinstance(x, bool) or integer("", lambda k: k >= -1).accepts(x),
     lambda x: None if x is None or x is False else int(x),
 )
-STRINGS = Rule("a non-empty string or a list of them", _is_strings, _as_strings)
+STRINGS = Rule("a non-empty string without lone surrogates, or a list of them", _is_strings, _as_strings)
 SEED = Rule(
     "an integer or None",
     lambda x: x is None or integer("").accepts(x),
@@ -92,7 +95,7 @@ class Parameters:
 
     __slots__ = ()
 
-    def __new__(cls, *args: Any, **values: Any):
+    def __new__(cls, /, *args: Any, **values: Any):
         known = cls.__dataclass_fields__  # type: ignore[attr-defined]
         for name in values:
             if name not in known:
@@ -163,7 +166,8 @@ class SamplingParams(Parameters):
             the text.
         min_tokens: no end-of-sequence or stop token (at most 16 different ids), and no stop string, before this many.
         n: completions of the prompt; completion i of a seeded request is seeded with ``seed + i``.
-        stop: strings that end the generation where the text first contains one; the text is cut before it.
+        stop: strings that end the generation where the text first contains one; the text is cut before it. Special
+            tokens are text with ``skip_special_tokens=False`` only.
         include_stop_str_in_output: keep the stop string, or the text of the stop token, in the text.
         logprobs: report the log-probability of each token and of this many most probable ones; 0 is the token alone.
         prompt_logprobs: the same for the prompt's tokens. Such a request does not read the prefix cache.

@@ -62,6 +62,19 @@ def test_none_is_the_default(make_config):
     assert make_config(**dict.fromkeys(options)) == make_config()
 
 
+@pytest.mark.parametrize(("given", "num_seqs", "num_tokens"), [
+    ({}, 512, 16384), ({"max_num_batched_tokens": 96}, 96, 96), ({"max_num_batched_tokens": np.int16(1)}, 1, 1),
+    ({"max_num_batched_tokens": 4096, "max_num_seqs": None}, 512, 4096), ({"max_num_seqs": 20_000}, 20_000, 20_000),
+    ({"max_num_seqs": 3}, 3, 16384), ({"max_num_seqs": 16385, "max_num_batched_tokens": None}, 16385, 16385),
+])  # fmt: skip
+def test_a_default_fits_itself_to_the_other_limit(make_config, given, num_seqs, num_tokens):
+    """LLM(max_num_batched_tokens=96) was refused because of a default."""
+    config = make_config(**given)
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (num_seqs, num_tokens)
+    with pytest.raises(ConfigError, match="max_num_seqs=512 is larger than max_num_batched_tokens=96"):
+        make_config(max_num_seqs=512, max_num_batched_tokens=96)
+
+
 def test_revision_of_a_directory_is_ignored(make_config):
     """As in vLLM: scripts pass revision="main" with any model."""
     assert make_config(revision="main").model_path == make_config().model_path

@@ -17,6 +17,7 @@ from tokenizers.processors import TemplateProcessing
 from nanovllm import LLM, CheckpointError, EngineError, RequestError
 from nanovllm.contrib.as_vllm import llm as as_vllm
 from nanovllm.utils.checkpoint import DEMO_MODEL
+from nanovllm.verbs.sentence_transformers import read_pooling, read_texts
 
 TOLERANCE = 1e-5
 KINDS = {"last": "lasttoken", "mean": "mean", "cls": "cls"}
@@ -268,7 +269,7 @@ def test_rerank_with_weights_of_nan(form, reranker):
         outputs = llm.rerank(QUERY, DOCUMENTS, tokens=("0", "1"))
         assert all(output.outputs is None and "are NaN" in output.error for output in outputs)
         adapter = object.__new__(as_vllm.LLM)
-        adapter.awake = lambda: llm
+        adapter.awake, adapter._adapt = lambda: llm, lambda _: None
         score, encode = partial(adapter.score, data_2=DOCUMENTS[:3]), partial(adapter.encode, pooling_task="embed")
         for method in (adapter.embed, score, encode):
             with pytest.raises(EngineError, match=r"^prompt 0: hidden states of the prompt are NaN"):
@@ -312,6 +313,100 @@ def test_texts_get_the_tokens_that_the_tokenizer_adds(tmp_path):
         assert bar.options["total"] == 3
 
 
+@pytest.fixture
+def demo_with(tmp_path):
+    """demo_with(fields of config_sentence_transformers.json, of the Transformer's file) -> a copy of the demo model."""
+
+    def make(prompts, of_transformer, file="sentence_bert_config.json", folder=""):
+        path = with_modules(DEMO_MODEL, tmp_path, mode="mean", modules=("Transformer", "Pooling"))
+        modules = json.loads((tmp_path / "modules.json").read_text())
+        modules[0]["path"] = folder
+        (tmp_path / "modules.json").write_text(json.dumps(modules))
+        (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / file).write_text(json.dumps(of_transformer))
+        tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        end = ("<|endoftext|>", tokenizer.token_to_id("<|endoftext|>"))
+        tokenizer.post_processor = TemplateProcessing(single="$A <|endoftext|>", special_tokens=[end])
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        return path
+
+    return make
+
+
+OF_QUERIES = {"prompts": {"query": "Count: ", "document": ""}, "default_prompt_name": "query"}
+FORMS_OF_TEXTS = {  # config_sentence_transformers.json, the Transformer's file, options of the call -> text, its tokens
+    "default prompt": (OF_QUERIES, {}, {}, "Count: 1 + 22 IS Odd", None),
+    "no default": ({**OF_QUERIES, "default_prompt_name": None}, {}, {}, "1 + 22 IS Odd", None),
+    "instruction": (OF_QUERIES, {"max_seq_length": None}, {"instruction": "Add: "}, "Add: 1 + 22 IS Odd", None),
+    "no instruction": (OF_QUERIES, {}, {"instruction": ""}, "1 + 22 IS Odd", None),
+    "lower case": (OF_QUERIES, {"do_lower_case": True}, {}, "count: 1 + 22 is odd", None),
+    "cut": ({}, {"max_seq_length": 5, "do_lower_case": False}, {}, "1 + 22 IS Odd", 5),
+    "all": (OF_QUERIES, {"max_seq_length": 7, "do_lower_case": True}, {}, "count: 1 + 22 is odd", 7),
+}
+
+
+@pytest.mark.parametrize("file", [("sentence_bert_config.json", ""), ("sentence_roberta_config.json", "0_Transformer")])
+@pytest.mark.parametrize("case", FORMS_OF_TEXTS)
+def test_settings_of_sentence_transformers(case, file, demo_with):
+    """They were read by nobody. The special token behind a text stays where it is cut; token ids stay as they are."""
+    prompts, of_transformer, options, text, length = FORMS_OF_TEXTS[case]
+    path = demo_with(prompts, of_transformer, *file)
+    tokenizer = Tokenizer.from_file(f"{path}/tokenizer.json")
+    if length:
+        tokenizer.enable_truncation(length)
+    ids, plain = tokenizer.encode(text).ids, prompt_of(9)
+    given = "1 + 22 IS Odd"
+    with LLM(path, device="cpu", dtype="float32", quiet=True) as llm:
+        mine = [given, {"prompt": given}, {"prompt": given, "prompt_token_ids": plain}, plain]
+        outputs, (want, of_plain) = llm.embed(mine, **options), llm.embed([ids, plain])
+    assert [output.prompt_token_ids for output in outputs] == [ids, ids, plain, plain]
+    for output, expected in zip(outputs, [want, want, of_plain, of_plain], strict=True):
+        assert np.abs(output.embedding - expected.embedding).max() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("prompts", "of_transformer", "said"),
+    [
+        ({"default_prompt_name": "passage"}, {}, "default_prompt_name='passage' must be one of [] or None."),
+        ({**OF_QUERIES, "default_prompt_name": ["query"]}, {}, "default_prompt_name=['query'] must be one of"),
+        ({"prompts": {"query": 3}}, {}, "prompts={'query': 3} must be an object of texts or None."),
+        ({}, {"max_seq_length": "512"}, "max_seq_length='512' must be an integer >= 1 or None."),
+        ({}, {"max_seq_length": 0}, "max_seq_length=0 must be an integer >= 1 or None."),
+        ({}, {"do_lower_case": "no"}, "do_lower_case='no' must be True or False or None."),
+    ],
+)
+def test_damaged_settings_of_sentence_transformers(prompts, of_transformer, said, demo_with):
+    path = demo_with(prompts, of_transformer)
+    with LLM(path, device="cpu", quiet=True) as llm, pytest.raises(CheckpointError, match=re.escape(said)):
+        llm.embed("1 + 1")
+
+
+@pytest.mark.parametrize("name", ["../other", "{outside}", "1_Pooling/../../other", "link", 7, ["1_Pooling"], "a\0b"])
+@pytest.mark.parametrize("module", [0, 1])
+def test_modules_outside_the_checkpoint(module, name, qwen3, tmp_path):
+    """Their values were read, and quoted."""
+    path, outside = tmp_path / "checkpoint", tmp_path / "other"
+    with_modules(qwen3[1][""], path)
+    outside.mkdir()
+    (outside / "config.json").write_text('{"pooling_mode": "secret"}')
+    (path / "link").symlink_to(outside)
+    modules = json.loads((path / "modules.json").read_text())
+    modules[module]["path"] = str(outside) if name == "{outside}" else name
+    (path / "modules.json").write_text(json.dumps(modules))
+    for read in (read_pooling, read_texts):
+        with pytest.raises(CheckpointError, match=r"modules\.json: .* must be the path of a folder within the check"):
+            read(str(path))
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"0": {}}', "[[]]", "[", "\xff"])
+def test_damaged_modules(content, qwen3, tmp_path):
+    with_modules(qwen3[1][""], tmp_path)
+    (tmp_path / "modules.json").write_text(content, encoding="latin-1")
+    with pytest.raises(CheckpointError, match=r"modules\.json (cannot be read|holds no (JSON list|list of mod))"):
+        read_pooling(str(tmp_path))
+
+
 # -------------------------------------------------------------------- errors
 
 
@@ -336,6 +431,9 @@ def test_rerank_refused():
         ({"modules": ("Transformer", "Pooling", "Dense")}, "module 'Dense' is not supported"),
         ({"mode": "mean", "include_prompt": False}, "include_prompt=false is not supported"),
         ({"pooling_mode": "weightedmean"}, "pooling weightedmean is not supported"),
+        ({"pooling_mode": [["mean"]]}, "pooling ['mean'] is not supported"),
+        ({"pooling_mode": [{"mean": 1}]}, "pooling {'mean': 1} is not supported"),
+        ({"pooling_mode": ["mean", "cls"]}, "pooling mean + cls is not supported"),
     ],
 )
 def test_pooling_that_is_not_supported(options, said, qwen3, make_llm, tmp_path):

@@ -1,8 +1,10 @@
 """The tree of errors, and the public names."""
 
 import pickle
+from dataclasses import fields
 
 import pytest
+from helpers import run_python
 
 import nanovllm
 from nanovllm import (
@@ -14,6 +16,7 @@ from nanovllm import (
     RequestError,
     WorkerError,
 )
+from nanovllm.config import Config
 
 
 def test_the_tree():
@@ -29,6 +32,16 @@ def test_public_names():
     assert set(nanovllm.__all__) <= set(dir(nanovllm))  # for completion in an interactive session
     with pytest.raises(AttributeError, match="no attribute 'Engine'"):
         _ = nanovllm.Engine
+
+
+def test_help_lists_the_options():
+    """After ``import nanovllm`` alone; README names both, and neither gave the options."""
+    code = "import nanovllm, pydoc; print(pydoc.plain(pydoc.render_doc(nanovllm.{}))); import sys; print(*sys.modules)"
+    for name in ("LLM", "config.Config"):
+        out = run_python("-c", code.format(name)).stdout
+        missing = [each.name for each in fields(Config) if each.init and f" {each.name}: " not in out]
+        assert not missing, missing
+    assert "max_num_seqs: int = 512" in out and "torch" not in out.splitlines()[-1].split()
 
 
 def test_worker_error_crosses_processes():

@@ -3,6 +3,7 @@ the plain formula; which rows share scales; every refusal. 65 s."""
 
 import copy
 import json
+import math
 import re
 import shutil
 from dataclasses import replace
@@ -324,6 +325,9 @@ def in_group(part, **changes):
     return config
 
 
+SLOW = "regular expressions that take more than 1 s to match"
+
+
 @pytest.mark.parametrize(("quantization", "what"), [
     ({"quant_method": "awq", "bits": 4}, "quant_method='awq'"),
     ({"quant_method": "gptq", "bits": 4}, "quant_method='gptq'"),
@@ -356,14 +360,17 @@ def in_group(part, **changes):
      "sparsity_config.format='sparse-24-bitmask'"),
     ({**compressed("channel"), "sparsity_config": "dense"}, "sparsity_config='dense'"),  # was an AttributeError
     ({**compressed("channel"), "ignore": ["re:("]}, "the regular expression 're:(' (missing ), unterminated"),
+    ({**compressed("channel"), "ignore": ["lm_head", "re:(([a-z.0-9_]*)*)*!"]}, SLOW),
+    ({**BLOCKS, "modules_to_not_convert": ["re:.*gate$", "re:(model|\\w+|[.])+#"]}, SLOW),
     ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo='W4A8_AWQ'"),
 ], ids=str)  # fmt: skip
-def test_refused_configs(quantization, what):
+def test_refused_configs(quantization, what, monkeypatch):
+    monkeypatch.setattr("nanovllm.utils.patterns.SECONDS", 1.0)
     with pytest.raises(CheckpointError) as info:
         families_config("Qwen3ForCausalLM", quantization)
     text = str(info.value)
     assert text.startswith(f"config.json: quantization_config: {what}")
-    if "regular" not in what:
+    if "the regular" not in what:
         assert f"{what} is not supported. Supported are FP8 weights (e4m3) with a scale per tensor" in text
     assert text.endswith("or the 16-bit one, which LLM(quantization='fp8') quantizes as it loads.")
 
@@ -410,6 +417,10 @@ REFUSED_TENSORS = {  # (case, form) -> [(edit, a part of the text)]
           for shape in ([3, 1], [192], [192, 1])),  # of rows, too: kernels may have been chosen for blocks
         (put(f"{O_PROJ}.weight_scale_inv", torch.ones(2, 1, dtype=torch.uint8)),
          f"tensor '{O_PROJ}.weight_scale_inv' is of uint8, expected floats."),
+        *((put(f"{O_PROJ}.weight_scale_inv", lambda t, x=value: t.index_fill(0, torch.tensor([len(t) - 1]), x)),
+           f"tensor '{O_PROJ}.weight_scale_inv' has numbers from {said}")
+          for value, said in ((-0.5, "-0.5 to "), (math.nan, "nan to nan, not finite numbers >= 0."),
+                              (math.inf, ""), (-math.inf, "-inf to "))),
         (put(f"{O_PROJ}.weight_zero_point", torch.ones(2, 1)), "_zero_point' is twice there, or unknown to the model."),
     ],
     ("qwen3", "channel"): [(put(f"{O_PROJ}.weight_scale", torch.ones(2, 1)),

@@ -167,3 +167,60 @@ def test_what_a_function_raises_ends_its_request(oracle, make_llm):
             assert output["finish_reason"] == "error" and output["token_ids"] == []
             assert text.replace("\\", "") in output.outputs[0].stop_reason
         check_is_empty(llm)
+
+
+CALLS = {
+    "cancel": lambda llm, mates: mates[1].cancel(),
+    "generate": lambda llm, mates: llm.generate([PROMPTS[0]], greedy(2), use_tqdm=False),
+    "step": lambda llm, mates: llm.step(),
+    "add_request": lambda llm, mates: llm.add_request(PROMPTS[0]),
+    "result": lambda llm, mates: llm.submit(PROMPTS[0], greedy(2)).result(),
+    "result of before": lambda llm, mates: mates[0].result(),
+    "stream": lambda llm, mates: next(llm.stream(PROMPTS[0], greedy(2))),
+    "abort": lambda llm, mates: llm.abort(mates[0].request_id),
+    "score": lambda llm, mates: llm.score([PROMPTS[0]]),
+    "update_weights": lambda llm, mates: llm.update_weights({}, partial=True),
+    "exit": lambda llm, mates: llm.exit(),
+}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_function_that_calls_its_engine_ends_its_request(oracle, make_llm, ahead):
+    """A step within a step changed the tokens of other requests in silence; ``exit`` was an AttributeError."""
+    processors, want = oracle
+    llm = run_ahead(make_llm()) if ahead else make_llm()
+    for call in CALLS.values():
+        mates = []
+
+        def intrude(token_ids, logits, call=call, mates=mates):
+            if len(token_ids) == 2:
+                call(llm, mates)
+            return logits
+
+        mates += [llm.submit(prompt, params) for prompt, params in zip(PROMPTS, params_of(processors), strict=True)]
+        intruder = llm.submit(PROMPTS[1], greedy(20, logits_processors=[intrude]))
+        assert [mate.result()["token_ids"] for mate in mates] == want
+        completion = intruder.result().outputs[0]
+        assert completion.finish_reason == "error" and len(completion.token_ids) == 2
+        assert "a logits processor called the engine that calls it" in completion.stop_reason
+        check_is_empty(llm)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_function_may_read_its_engine_call_another_and_close_a_stream(oracle, make_llm, reference, fails):
+    """The stream that it closes is its own; it may be a garbage collection that closes it."""
+    processors, want = oracle
+    llm, other, seen = make_llm(), make_llm(), []
+
+    def processor(token_ids, logits):
+        if len(token_ids) == 4:
+            stream.close()
+            seen.extend([llm.is_finished(), *generate(other, [PROMPTS[1]], greedy(4))])
+            return None if fails else logits
+        return logits
+
+    stream = llm.stream(PROMPTS[3], greedy(50, logits_processors=[processor]))
+    next(stream)
+    assert generate(llm, PROMPTS, params_of(processors)) == want
+    assert seen == [False, reference(PROMPTS[1], 4)]
+    check_is_empty(llm)

@@ -219,17 +219,55 @@ REFUSED = {  # case -> changes of adapter_config.json, error
     "pissa": (dict(init_lora_weights="pissa"), "init_lora_weights='pissa' is not supported"),
     "experts": (dict(target_parameters=["mlp.experts.gate_up_proj"]), r"target_parameters=\['mlp.experts.gate_up_pr"),
     "new field": (dict(use_novelty={"a": 1}), "use_novelty={'a': 1} is not supported"),
+    # raw errors, or silently wrong numbers
+    **{f"lora_alpha={value}": (dict(lora_alpha=value), "lora_alpha=.* must be a finite number")
+       for value in (float("nan"), float("-inf"), "16", None, [8], True)},
+    **{f"alpha_pattern={value}": (dict(alpha_pattern=value), "alpha_pattern=.* must be an object of finite numbers")
+       for value in ([8], "q_proj", {"q_proj": None}, {"q_proj": "4"}, {"q_proj": float("nan")})},
+    "use_rslora": (dict(use_rslora="yes"), "use_rslora='yes' must be True or False or None"),
+    "no pattern": (dict(alpha_pattern={"(q_proj": 4}), "alpha_pattern has the regular expression"),
+    **{f"slow pattern {pattern}": (dict(alpha_pattern={pattern: 4}), "alpha_pattern has regular expressions that")
+       for pattern in ("(([a-z.0-9_]*)*)*!", "(.|.|_)+x", "(\\w+\\.?)+#")},
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused_by_name(case, adapters, make_llm, tmp_path):
+def test_what_is_refused_by_name(case, adapters, make_llm, tmp_path, monkeypatch):
+    monkeypatch.setattr("nanovllm.utils.patterns.SECONDS", 1.0)
     base, made = adapters
     for file in Path(made["attention"][0]).iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     edit(tmp_path, **REFUSED[case][0])
     with pytest.raises(CheckpointError, match=REFUSED[case][1]):
         make_llm(model=base, lora=str(tmp_path))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    "name", ["self_attn.v_proj.lora_A.weight", "mlp.up_proj.lora_B.weight", "input_layernorm.weight"]
+)
+def test_numbers_that_are_none(name, value, adapters, make_llm, tmp_path):
+    """NaN factors gave finite, wrong tokens."""
+    shapes = {"self_attn.v_proj": ((2, 64), (64, 2)), "mlp.up_proj": ((2, 64), (96, 2))}
+    stem = "base_model.model.model.layers.1."
+    factors = {f"{stem}input_layernorm.weight": torch.ones(64)}
+    for module, (shape_a, shape_b) in shapes.items():
+        factors |= {f"{stem}{module}.lora_A.weight": torch.zeros(shape_a)}
+        factors |= {f"{stem}{module}.lora_B.weight": torch.zeros(shape_b)}
+    factors[f"{stem}{name}"].view(-1)[-1] = value
+    with pytest.raises(CheckpointError, match=r"tensor '.*layers.1.* has numbers from .* not finite numbers\."):
+        make_llm(model=adapters[0], lora=write(tmp_path, factors))
+
+
+@pytest.mark.parametrize(("factors", "text"), [
+    ({}, "holds no tensor, so it would change nothing"),
+    ({"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight": torch.zeros(0, 64),
+      "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight": torch.zeros(96, 0)}, "must have two matrices"),
+])  # fmt: skip
+def test_adapters_without_numbers(factors, text, adapters, make_llm, tmp_path):
+    """Taken in silence, or a ZeroDivisionError."""
+    with pytest.raises(CheckpointError, match=text):
+        make_llm(model=adapters[0], lora=write(tmp_path, factors))
 
 
 def test_adapters_that_do_not_fit(adapters, make_checkpoint, make_llm, tmp_path):

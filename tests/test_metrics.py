@@ -203,6 +203,10 @@ def test_what_cannot_be_drawn(tmp_path, capsys, monkeypatch):
     other.write_text('{\n"x": 1\n}\n')
     assert error(other, "a.html") == "/other.jsonl, line 2: not what --metrics writes: b'\"x\": 1'.\n"
     assert error(good, "a.pdf") == "OUT=/a.pdf must end in .html or .png.\n"
+    page = tmp_path / "page.html"
+    page.symlink_to(tmp_path / "metrics.html")
+    same = "OUT=/page.html is METRICS, and would be overwritten; give another OUT.\n"
+    assert error(tmp_path / "metrics.html", page.name) == same
     for output in ("a.html", "a.png"):
         assert error(good, output) == "plot needs matplotlib: pip install 'nanovllm[plot]'.\n"
     assert error(tmp_path / "none", "a.html") == "[Errno 2] No such file or directory: '/none'\n"

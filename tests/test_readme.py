@@ -41,14 +41,14 @@ def test_snippets(capsys):
 def test_snippets_of_the_guide():
     names: dict = {"policy": AutoModelForCausalLM.from_pretrained(DEMO_MODEL)}
     snippets = [text for text in re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL) if "ray" not in text]
-    assert len(snippets) == 6
+    assert len(snippets) == 7
     for snippet in snippets:
         exec(snippet, names)
     names["llm"].exit()
     assert len(names["outputs"][0].outputs) == 8
     assert len(names["embeddings"]) == len(names["scores"]) == 2
     assert names["metrics"]["generation_tokens"] > 0
-    assert names["num_tokens"] < 0 and len(names["texts"]) == 2
+    assert names["num_tokens"] < 0 and names["answer"].finished and len(names["texts"]) == 2
 
 
 def test_links():

@@ -74,14 +74,16 @@ VALUES = {
         "at most max_tokens=64.": {"min_tokens": [65]},
         "an integer >= 0.": {"min_tokens": [-1]},
         "an integer from 1 to 16384.": {"n": [0, 16385]},
-        "a non-empty string or a list of them.": {"stop": ["", ["a", ""], [5]], "bad_words": [[""]]},
+        "a non-empty string without lone surrogates, or a list of them.": {
+            "stop": ["", ["a", ""], [5], "\udfffa"], "bad_words": [[""], ["a", "b\ud912"]]
+        },
         "an integer >= 0 (top alternatives per token), -1 for the whole vocabulary": {
             "logprobs": [-2, "5", NAN], "prompt_logprobs": [0.5],
         },
         "in [-2, 2].": {"presence_penalty": [2.1], "frequency_penalty": [-2.1]},
         "> 0.": {"repetition_penalty": [0, INF]},
         "a dict of at most 1024 token ids >= 0 to finite numbers": {
-            "logit_bias": [{-1: 1.0}, {"5": 1.0}, {5: INF}, {5: NAN}, MANY],
+            "logit_bias": [{-1: 1.0}, {"5": 1.0}, {5: INF}, {5: NAN}, {5: -(10**309)}, MANY],
         },
         "a non-empty list of token ids >= 0, or None.": {"allowed_token_ids": [[], [-1]]},
         "an integer >= 1, or -1 for max_model_len": {"truncate_prompt_tokens": [0]},
@@ -91,7 +93,9 @@ VALUES = {
     # Python's TypeErrors came through, or values were taken for something else
     "config.json": {
         "an integer >= 1": {
-            "vocab_size": [True, 512.0, "512", None], "num_key_value_heads": ["2", 2.0, 0, -2], "head_dim": ["32", -32],
+            "vocab_size": [True, 512.0, "512", None, 2**24 + 1, 10**19],
+            "hidden_size": [10**17], "intermediate_size": [2**40], "num_attention_heads": [10**30],
+            "num_key_value_heads": ["2", 2.0, 0, -2], "head_dim": ["32", -32, 2**60],
             "max_position_embeddings": [None, "4096", 0], "num_hidden_layers": [0, 10**9],
             "original_max_position_embeddings": ["64"],
         },
@@ -99,8 +103,12 @@ VALUES = {
             "rms_norm_eps": [None, "1e-6", -1e-6, NAN, [1e-6]], "rope_theta": [None, "1e6", 0, INF],
             "factor": ["2", 0, -2.0, True], "beta_fast": ["32"], "beta_slow": [0], "attention_factor": ["1"],
         },
+        "an integer from 0 to 10000 or None": {"num_nextn_predict_layers": [10**7, -1, "1"]},
         "true or false": {"tie_word_embeddings": ["false"], "attention_bias": [0]},
-        "an object": {"rope_scaling": ["linear"], "rope_parameters": [["yarn"]]},
+        "an object": {
+            "rope_scaling": ["linear"], "rope_parameters": [["yarn"]], "text_config": ["llama", [1], 3],
+            "id2label": [2, "ab", ["a"]],
+        },
         f"a list of 'full_attention', 'sliding_attention' or 'linear_attention' {OTHERS}": {
             "layer_types": [5, ["full_attention", "mamba"]],
         },

@@ -5,11 +5,13 @@ The oracle takes the tokens of a run that nothing stops, and after each token de
 
 import random
 from functools import lru_cache
+from types import SimpleNamespace
 
 import pytest
 from helpers import first_stop, run, tokens_of
 
 from nanovllm import SamplingParams
+from nanovllm.engine.token_processor import TokenProcessors
 
 NUM_TOKENS = 32
 END_OF_TEXT, IM_END = 0, 2
@@ -100,6 +102,20 @@ def test_special_tokens_are_text_only_if_they_are_kept(demo):
     # the token that ended it is no text even then
     assert one(demo, skip_special_tokens=False).text == "\n5"
     assert one(demo, skip_special_tokens=False, include_stop_str_in_output=True).text == "\n5<|im_end|>"
+
+
+def test_stop_strings_that_are_special_tokens_are_said_once(demo, caplog):
+    config = SimpleNamespace(model_config=SimpleNamespace(vocab_size=1024))
+    processors = TokenProcessors(config, SimpleNamespace(tokenizer=demo.tokenizer), (IM_END,))
+    processors.check(SamplingParams(stop=["<im_end>", "im_end", "<|im_"]))
+    processors.check(SamplingParams(stop="<|im_end|>", skip_special_tokens=False))
+    assert not caplog.messages
+    for stop in (["x", "\n<|endoftext|>"], "<|im_end|>"):
+        processors.check(SamplingParams(stop=stop))
+    assert caplog.messages == [
+        "stop='\\n<|endoftext|>' never stops: skip_special_tokens=True leaves the special token '<|endoftext|>' out of "
+        "the text. Use stop_token_ids=[0], or skip_special_tokens=False. This is said once."
+    ]
 
 
 @pytest.mark.parametrize("in_flight", [0, 1])

@@ -9,7 +9,7 @@ import pytest
 from helpers import generate, greedy, prompt_of, record_calls, tokens_of
 from leaks import check_is_empty, finish
 
-from nanovllm import RequestError, SamplingParams
+from nanovllm import EngineError, RequestError, SamplingParams
 
 PROMPT = "introduce yourself"
 
@@ -161,6 +161,44 @@ def test_a_bad_prompt_in_the_middle(make_llm, reference, bad, text):
             outputs.append(output)
     assert all(output["token_ids"] == reference(prompt_of(5 + output.index), 3) for output in outputs) and outputs
     assert finish(llm) == {added: reference(prompt_of(9), 12)}
+    check_is_empty(llm)
+
+
+class Hostile:
+    """A prompt whose reading raises."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __iter__(self):
+        raise self.error
+
+
+class Panic(BaseException):
+    """As tokenizers and llguidance raise it: no Exception."""
+
+
+HUGE = [5], SamplingParams(logit_bias={3: 1.0}, stop_token_ids=[2**63])
+
+
+@pytest.mark.parametrize("bad", [HUGE, Hostile(ArithmeticError("odd")), Hostile(Panic("odd"))], ids=range(3))
+def test_whatever_a_prompt_raises_is_its_own_error(make_llm, reference, bad):
+    """Only a RequestError went to ``on_error``; any other class ended the stream."""
+    llm, errors = make_llm(max_num_seqs=2), {}
+    outputs = list(llm.stream([prompt_of(5), bad, prompt_of(6)], greedy(3), on_error=errors.__setitem__))
+    assert tokens_of(outputs) == [reference(prompt_of(n), 3) for n in (5, 6)] and [*errors] == [1]
+    assert isinstance(errors[1], RequestError) and "this request fails with " in str(errors[1])
+    with pytest.raises(RequestError, match=r"^prompt 1: this request fails with ") as caught:
+        list(llm.stream([prompt_of(5), bad], greedy(3)))
+    assert not isinstance(caught.value.__cause__, RequestError | None)
+    check_is_empty(llm)
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit, EngineError])
+def test_an_interrupt_is_no_error_of_a_prompt(make_llm, interrupt):
+    llm = make_llm(max_num_seqs=2)
+    with pytest.raises(interrupt):
+        list(llm.stream([prompt_of(5), Hostile(interrupt())], greedy(3), on_error=pytest.fail))
     check_is_empty(llm)
 
 

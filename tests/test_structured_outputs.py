@@ -308,7 +308,8 @@ def test_the_row_of_a_batch_job_has_the_error(tmp_path, monkeypatch):
     assert cli.main(["batch", str(source), str(out), *options]) == 3
     found = {record["custom_id"]: record for record in map(json.loads, out.read_text().splitlines())}
     message = "the grammar failed while it was decoded (RuntimeError: the parser has too many items)"
-    assert found["bad"] == {"custom_id": "bad", "text": None, "error": {"type": "RequestError", "message": message}}
+    why = {"type": "RequestError", "message": message}
+    assert found["bad"] == {"custom_id": "bad", "id": "bad", "text": None, "error": why}
     assert found["good"]["error"] is None and found["good"]["text"]
 
 

@@ -6,6 +6,7 @@ Owns the options. Those of sampling and of the engine are made from the fields a
 
 import argparse
 import json
+import os
 import re
 import signal
 import sys
@@ -40,10 +41,14 @@ derived from --seed (default 0) and its id."""
 
 
 def main(argv: list[str] | None = None) -> int:
+    if sys.stderr is None:  # by 2>&-; the next file that is opened would be stderr for C libraries and children
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        os.set_inheritable(sys.stderr.fileno(), True)
     parser = argparse.ArgumentParser("nanovllm", description="Offline LLM inference.")
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="batch | plot")
-    batch = commands.add_parser("batch", help="complete every row of a file", description=ABOUT, allow_abbrev=False)
+    batch = commands.add_parser("batch", help="complete every row of a file", description=ABOUT, allow_abbrev=False,
+                                usage="nanovllm batch IN OUT [options]; --help lists them")  # fmt: skip
     add = batch.add_argument
     add("input", metavar="IN", help=IN)
     add("output", metavar="OUT", help=OUT)

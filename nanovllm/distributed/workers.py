@@ -300,8 +300,8 @@ def _run_worker(target: Callable[..., None], args: tuple, *ends: Any) -> None:
     except BaseException:
         worker.report("failed", (time.time(), traceback.format_exc()))
         os._exit(1)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # a service may have none
+        stream.flush()
     os._exit(0)
 
 

@@ -16,14 +16,14 @@ POLL_S = 0.01
 
 
 class RequestFuture(Future[RequestOutput]):
-    """A request's output to come. It cannot be cancelled, but aborted: ``llm.abort(future.request_id)``.
+    """A request's output to come.
 
-    ``result`` and ``exception`` step the engine, unless another thread does: then they wait for it.
+    ``result`` and ``exception`` step the engine, unless another thread does: then they wait for it. Nothing else does:
+    where ``as_completed``, ``wait`` or asyncio wait, some thread has to step; see ``EngineThread``.
     """
 
     def __init__(self, engine: Any, request: Request):
         super().__init__()
-        self.set_running_or_notify_cancel()
         self.request_id = request.request_id
         self._request = request
         self._deltas: DeltaStream | None = None
@@ -43,13 +43,40 @@ class RequestFuture(Future[RequestOutput]):
         self._run(timeout)
         return super().exception(0)
 
+    def cancel(self) -> bool:
+        """Abort the request, whose ``result`` raises CancelledError then; False if it is finished. A step of another
+        thread ends first.
+        """
+        engine = self._engine()
+        if engine is None or not engine._finalizer.alive:
+            return super().cancel()
+        with engine._lock:
+            engine._token_processors.require_outside()
+            if self.done() or self._request.num_unfinished == 0:
+                return self.cancelled()
+            caller: Any = self._request.caller
+            caller.futures.pop(self.request_id)
+            engine.abort(self.request_id)
+            super().cancel()
+            self.set_running_or_notify_cancel()
+        return True
+
+    def running(self) -> bool:
+        """Whether it is not done; a queued request can be cancelled nevertheless."""
+        return not self.done()
+
     def delta(self, cumulative: bool = False) -> RequestOutput | None:
         """The output since the last call, as from ``stream``; None if nothing is new. It takes no step.
 
         To be asked after any step, until an output is ``finished``. ``cumulative``: the output from the beginning.
         """
         self._deltas = self._deltas or DeltaStream(self._request)
-        return self._deltas.delta(cumulative)
+        output = self._deltas.delta(cumulative)
+        caller: Any = self._request.caller
+        if output is not None and output.finished and not self.done():
+            caller.finished.remove(self._request)
+            caller.resolve(self._request)
+        return output
 
     def _run(self, timeout: float | None) -> None:
         end = float("inf") if timeout is None else monotonic() + timeout
@@ -77,12 +104,17 @@ class Submitted(Caller):
     def between_steps(self, is_idle: bool) -> None:
         """Resolve the futures of finished requests whose text is there, in their order; when idle wait for the text."""
         while self.finished and (is_idle or self.finished[0].has_text):
-            request = self.finished.popleft()
-            future = self.futures.pop(request.request_id)
-            try:
-                future.set_result(request.output())
-            except Exception as failure:  # of the tokenizer
-                future.set_exception(failure)
+            self.resolve(self.finished.popleft())
+
+    def resolve(self, request: Request) -> None:
+        """Give a finished request's future its output."""
+        future = self.futures.pop(request.request_id)
+        try:
+            future.set_result(request.output())
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as failure:  # of the tokenizer, whose panics are no Exceptions
+            future.set_exception(failure)
 
     def refuse(self, request: Request, reason: str) -> None:
         if (future := self.futures.pop(request.request_id, None)) is not None:

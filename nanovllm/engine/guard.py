@@ -17,14 +17,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Guard:
     """The use of an engine by this thread alone, which may enter it again.
 
-    Meanwhile only young objects are collected: a full (gen-2) collection walks every torch object, ~100 ms, and stalls
-    the GPU.
+    Meanwhile no full (gen-2) collection runs: it would walk every torch object, ~100 ms, and stall the GPU.
 
     Args:
         engine: an ``LLMEngine``; None while it is made.
 
     Raises:
-        EngineError: the engine is shut down, belongs to a forked process, or another thread uses it.
+        EngineError: it is shut down or a forked process's, another thread uses it, or its own logits processor enters.
     """
 
     def __init__(self, engine: Any = None):
@@ -34,6 +33,7 @@ class Guard:
     def __enter__(self) -> None:
         if self._engine is not None:
             self._engine._require_running()
+            self._engine._token_processors.require_outside()
             if not self._engine._lock.acquire(blocking=False):
                 raise EngineError("this engine is in use by another thread; give each thread an LLM of its own.")
         thresholds = gc.get_threshold()

@@ -54,10 +54,10 @@ class LLMEngine:
         with Guard():
             tokenizer_source = config.tokenizer_path, config.skip_tokenizer_init, config.trust_remote_code
             self._tokenizer = AsyncTokenizer(*tokenizer_source)
-            self.model_runner = start_runner(config)
-            self.config = config = self.model_runner.config  # with as many sequences as have room
+            runner = self.model_runner = start_runner(config)
+            self.config = config = runner.config  # with as many sequences as have room
             # the runner holds no reference to the engine, so collecting the engine frees the runner's memory too
-            self._finalizer = weakref.finalize(self, _shut_down, self.model_runner, self._tokenizer)
+            self._finalizer = weakref.finalize(self, _shut_down, runner, self._tokenizer)
             try:
                 # the tokenizer's is the end-of-sequence token; others of the checkpoint are stop tokens
                 eos_token_ids = self._tokenizer.eos_token_ids()
@@ -65,19 +65,18 @@ class LLMEngine:
                 from nanovllm.runner.device import translate_oom  # imports torch, as the runner has by now
 
                 with translate_oom():
-                    runner = self.model_runner
                     self._set_up(make_scheduler(config, runner.num_kvcache_blocks, eos_token_ids, runner.facts))
             except BaseException:
-                self.exit()
+                self._finalizer()
                 raise
         gc.collect()  # full collections were off during the start; not in the first call
 
     def _set_up(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        token_processors = TokenProcessors(self.config, self._tokenizer, tuple(scheduler.eos_token_ids))
+        self._token_processors = TokenProcessors(self.config, self._tokenizer, tuple(scheduler.eos_token_ids))
         num_blocks = self.model_runner.num_kvcache_blocks
-        self._inputs = InputProcessor(self.config, num_blocks, self._tokenizer, token_processors)
-        self._outputs = OutputProcessor(self._tokenizer, token_processors, scheduler.metrics)
+        self._inputs = InputProcessor(self.config, num_blocks, self._tokenizer, self._token_processors)
+        self._outputs = OutputProcessor(self._tokenizer, self._token_processors, scheduler.metrics)
         self._in_flight: deque[tuple[Batch, StepHandle]] = deque()  # steps whose tokens the host has not seen
         self._added = Caller(detokenize=False)  # by add_request
         self._callers: list[Caller] = []  # that want to be called between steps
@@ -95,6 +94,7 @@ class LLMEngine:
 
     def exit(self) -> None:
         """Free the device's memory; may be called again."""
+        self._token_processors.require_outside()
         self._finalizer()
 
     def _require_running(self) -> None:

@@ -167,7 +167,7 @@ class OutputProcessor:
             processor = self.with_functions.get(int(batch.seq_ids[row]))
             if processor is None or processor.seq.finish_reason is not None:  # its grammar has failed
                 continue
-            if not processor.process_logits(values):
+            if not self._token_processors.process_logits(processor, values):
                 failed.append(processor.seq)
 
     def finish(self, seqs: Iterable[Sequence]) -> None:

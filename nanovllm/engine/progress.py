@@ -23,10 +23,12 @@ class Progress:
     _is_first_step: ClassVar[bool] = True  # of the process: it allocates and initialises, and its time says nothing
 
     def __init__(self, num_requests: int, use_tqdm: bool | Callable[..., Any]):
-        in_terminal = sys.stderr is not None and sys.stderr.isatty()
+        is_off = getattr(sys.stderr, "closed", sys.stderr is None)  # of a service, or by 2>&-: tqdm writes there
+        in_terminal = not is_off and sys.stderr.isatty()
         self._interval_s = TERMINAL_INTERVAL_S if in_terminal or "ipykernel" in sys.modules else LOG_INTERVAL_S
         options = {"total": num_requests, "desc": "Generating", "dynamic_ncols": True}
-        self._bar: Any = use_tqdm(**options) if callable(use_tqdm) else tqdm(**options, mininterval=self._interval_s)
+        own = {"mininterval": self._interval_s, "disable": is_off}
+        self._bar: Any = use_tqdm(**options) if callable(use_tqdm) else tqdm(**options, **own)
         self._tokens = {"prefill": 0, "decode": 0}
         self._timed_tokens = {"prefill": 0, "decode": 0}
         self._seconds = {"prefill": 0.0, "decode": 0.0}

@@ -3,23 +3,32 @@
 Plain requests have no ``TokenProcessor``, and cost a step nothing.
 """
 
+import logging
 from array import array
 from collections.abc import Callable
 from functools import cached_property
 from inspect import signature
+from threading import get_ident
 from typing import Any
 
 import numpy as np
 
 from nanovllm.config import Config
-from nanovllm.core import Sequence
+from nanovllm.core import Sequence, SequenceStatus
 from nanovllm.engine.structured_outputs.token_masks import BadWords, Grammar, GrammarCompiler, mask_of, mask_of_all
+from nanovllm.engine.text.detokenizer import special_tokens
 from nanovllm.engine.text.stop_strings import StopStrings
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
-from nanovllm.errors import RequestError
+from nanovllm.errors import EngineError, RequestError
 from nanovllm.outputs import LogprobsAt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.packed_logprobs import Texts, logprobs_at, trimmed
+
+logger = logging.getLogger("nanovllm")
+NEVER_STOPS = (
+    "stop=%r never stops: skip_special_tokens=True leaves the special token %r out of the text. Use "
+    "stop_token_ids=[%d], or skip_special_tokens=False. This is said once."
+)
 
 
 class TokenProcessor:
@@ -70,9 +79,10 @@ class TokenProcessor:
     def process_logits(self, logits: Any) -> bool:
         """Call the logits processors on a tensor f32 [V], in place. False if one raises, which ends the sequence."""
         error = error_of(self._call_functions, logits)
-        if error is not None:
-            self.fail(error, "a logits processor failed")
-        return error is None
+        if error is None or self.seq.status is SequenceStatus.FINISHED:  # one has closed the stream that it is part of
+            return True
+        self.fail(error, "a logits processor failed")
+        return False
 
     def _call_functions(self, logits: Any) -> None:
         if self._functions is None:
@@ -113,6 +123,8 @@ class TokenProcessors:
         self._vocab_size = config.model_config.vocab_size
         self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
         self._allowed: dict[bytes, np.ndarray] = {}
+        self._has_warned = False
+        self._thread_inside: int | None = None  # that is inside a logits processor
 
     def make(self, seq: Sequence) -> TokenProcessor | None:
         """The processor of a sequence, if it needs one. Sets its ``allowed_mask``."""
@@ -128,9 +140,32 @@ class TokenProcessors:
         texts = self._tokenizer.texts if params.logprobs is not None and params.detokenize else None
         return TokenProcessor(seq, stop, texts, grammar, bad_words)
 
+    def process_logits(self, processor: TokenProcessor, logits: Any) -> bool:
+        """Call a sequence's logits processors; see ``TokenProcessor.process_logits``."""
+        self._thread_inside = get_ident()
+        try:
+            return processor.process_logits(logits)
+        finally:
+            self._thread_inside = None
+
+    def require_outside(self) -> None:
+        """Raise EngineError inside a logits processor: its engine's step is half done, and takes no step within."""
+        if self._thread_inside == get_ident():
+            raise EngineError(
+                "a logits processor called the engine that calls it, whose step is half done. Call it before or after "
+                "the request, or give the processor an LLM of its own."
+            )
+
     def check(self, params: SamplingParams) -> None:
         """Raise RequestError where a part of a processor lacks a tokenizer, or the grammar is wrong."""
         self._parts(params)
+        if params.stop and params.skip_special_tokens and not self._has_warned:
+            tokenizer = self._required("stop")
+            special = special_tokens(tokenizer, len(tokenizer)).items()
+            never = [(string, *pair) for string in params.stop for pair in special if pair[0] and pair[0] in string]
+            if never:
+                self._has_warned = True
+                logger.warning(NEVER_STOPS, *never[0])
 
     def _parts(self, params: SamplingParams) -> tuple[StopStrings | None, Grammar | None, BadWords | None]:
         stop = grammar = bad_words = None

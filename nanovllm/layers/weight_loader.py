@@ -5,6 +5,7 @@ dtype. A tensor is lazy: only the part that is indexed is read from disk. The la
 ``models/loader.py`` finds the parameter.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -61,6 +62,20 @@ class CheckpointTensor:
             return lambda index: self.read((slice(i, i + 1), *(() if index is ... else index)))[0]
 
         return [CheckpointTensor(f"{self.name}[{i}]", self.shape[1:], reader(i)) for i in range(count)]
+
+    def at_least(self, lowest: float) -> "CheckpointTensor":
+        """The tensor, where reading a number below ``lowest``, infinite or NaN raises CheckpointError."""
+
+        def read(index: Any) -> torch.Tensor:
+            part = self.read(index)
+            if part.is_floating_point() and part.numel():
+                low, high = (bound.item() for bound in part.float().aminmax())
+                if not (lowest <= low and high < math.inf):  # with one NaN both are NaN
+                    allowed = "finite numbers" if lowest < 0 else f"finite numbers >= {lowest:g}"
+                    raise CheckpointError(f"tensor {self.name!r} has numbers from {low:g} to {high:g}, not {allowed}.")
+            return part
+
+        return CheckpointTensor(self.name, self.shape, read)
 
     def fit(self, shape: list[int]) -> "CheckpointTensor":
         """The tensor in this shape, or CheckpointError if it has another one."""

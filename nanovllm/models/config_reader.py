@@ -15,11 +15,12 @@ from nanovllm.models.config import GatedDeltaConfig, LayerConfig, ModelConfig, M
 from nanovllm.models.families import SWITCHES, Family
 from nanovllm.models.kinds import MIXERS
 from nanovllm.models.quantization_config import read_quantization
-from nanovllm.models.rope import DEFAULT_MAX_POSITION, POSITIVE, SIZE, RopeScaling, supported
+from nanovllm.models.rope import DEFAULT_MAX_POSITION, OBJECT, POSITIVE, SIZE, RopeScaling, supported
 from nanovllm.utils.checkpoint import TOKEN_IDS, read_json, tensor_names
 from nanovllm.validation import BOOLEAN, Rule, at_least, by_field, check, check_all, choice, integer, list_of, optional
 
 MAX_LAYERS = 10_000  # a damaged number must not fill the memory with descriptions of layers
+MAX_EXPERTS = 2048
 DTYPES = ("bfloat16", "float16", "float32")
 PROBLEMS = "regression", "multi_label_classification", "single_label_classification"
 LABEL_ACTIVATIONS = {"regression": "", "multi_label_classification": "sigmoid"}  # by problem_type; else by their number
@@ -27,9 +28,11 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"
 
 
 FLAG = Rule("true or false", optional(BOOLEAN).accepts, bool)
-OBJECT = optional(Rule("an object", lambda x: isinstance(x, dict)))
 LAYERS = integer(f"an integer >= 1 and at most {MAX_LAYERS}", lambda n: 1 <= n <= MAX_LAYERS)
+EXPERTS = integer(f"an integer >= 1 and at most {MAX_EXPERTS}", lambda n: 1 <= n <= MAX_EXPERTS)
 COUNT = Rule("an integer >= 0 or None", optional(at_least(0)).accepts, lambda x: int(x or 0))
+MTP_LAYERS = Rule(f"an integer from 0 to {MAX_LAYERS} or None", lambda x: COUNT.accepts(x) and (x or 0) <= MAX_LAYERS,
+                  COUNT.convert)  # fmt: skip
 SCALE = Rule("a positive number or None", optional(POSITIVE).accepts, lambda x: float(1 if x is None else x))
 PATTERN = Rule(  # n: every n-th layer is global; converted to letters
     "an integer >= 1, letters L (local) and G (global), or None",
@@ -64,19 +67,21 @@ RULES = by_field(
     ("rope_local_base_freq query_pre_attn_scalar attention_multiplier", optional(POSITIVE)),
     ("attn_logit_softcapping final_logit_softcapping", optional(POSITIVE)),
     ("embedding_multiplier residual_multiplier logits_scaling", SCALE),
-    ("sliding_window max_window_layers num_nextn_predict_layers", COUNT),
+    ("sliding_window max_window_layers", COUNT),
+    ("num_nextn_predict_layers", MTP_LAYERS),
     ("tie_word_embeddings attention_bias mlp_bias use_bias use_qk_norm", FLAG),
     ("attention_out_bias qkv_bias use_sliding_window", optional(BOOLEAN)),
     ("dtype", supported(*DTYPES)),
     ("eos_token_id", TOKEN_IDS),
-    ("rope_parameters rope_scaling", OBJECT),
+    ("rope_parameters rope_scaling id2label", OBJECT),
     ("sliding_window_pattern", PATTERN),
     ("problem_type", choice(None, *PROBLEMS)),
     ("classifier_from_token", list_of(Rule("", lambda x: isinstance(x, str)), "a list of two tokens")),
     ("no_rope_layers", optional(list_of(choice(0, 1), "a list of 0 and 1"))),
 )
 MOE_RULES = by_field(
-    ("num_experts num_experts_per_tok moe_intermediate_size", SIZE),
+    ("num_experts", EXPERTS),
+    ("num_experts_per_tok moe_intermediate_size", SIZE),
     ("n_group topk_group decoder_sparse_step", optional(SIZE)),
     ("shared_expert_intermediate_size n_shared_experts first_k_dense_replace", COUNT),
     ("moe_layer_end_index", optional(at_least(-1))),
@@ -106,11 +111,18 @@ def read_model_config(model_path: str) -> ModelConfig:
     """Read ``config.json`` of a directory, and ModelOpt's older file beside it."""
     raw, modelopt = read_json(Path(model_path, "config.json")), Path(model_path, "hf_quant_config.json")
     if modelopt.is_file() and not raw.get("quantization_config"):
-        raw["quantization_config"] = {"quant_method": "modelopt", **(read_json(modelopt).get("quantization") or {})}
-    if raw.get("architectures") and any(name.startswith("layers.") for name in tensor_names(model_path)):
+        given = check(str(modelopt), "quantization", read_json(modelopt).get("quantization"), OBJECT, CheckpointError)
+        raw["quantization_config"] = {"quant_method": "modelopt", **(given or {})}
+    files, given = sorted(Path(model_path).glob("*.safetensors")), raw.get("architectures")
+    is_bare = any(name.startswith("layers.") for file in files[:1] for name in tensor_names(file))
+    if is_bare and isinstance(given, list) and not any("lm_head.weight" in tensor_names(file) for file in files):
         # a decoder that was saved alone, under the name of the model that it was taken from
-        raw["architectures"] = [re.sub("ForCausalLM$", BARE, str(raw["architectures"][0]))]
-    return model_config(raw)
+        raw["architectures"] = [re.sub("ForCausalLM$", BARE, str(name)) for name in given]
+    try:
+        return model_config(raw)
+    except (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        file = Path(model_path, "config.json")
+        raise CheckpointError(f"{file}: a field has a form that models of this kind never have ({error!r}).") from error
 
 
 def model_config(raw: dict[str, Any]) -> ModelConfig:
@@ -123,6 +135,7 @@ def model_config(raw: dict[str, Any]) -> ModelConfig:
     if heads % kv_heads:
         raise CheckpointError(f"config.json: {heads} attention heads cannot be shared by {kv_heads} KV heads.")
     head_dim = given["head_dim"] or hidden // heads
+    check("config.json", "num_attention_heads * head_dim", heads * head_dim or 1, SIZE, CheckpointError)
     quant_method, fp8, fp8_linears = read_quantization(raw, family)
     layers = _layers(raw, given, family, fp8_linears)
     ropes = [rope for rope in dict.fromkeys(layer.rope for layer in layers) if rope]
@@ -139,7 +152,7 @@ def model_config(raw: dict[str, Any]) -> ModelConfig:
     # transformers writes no number of labels, and their names only where they are not two
     if label_tokens and given["final_logit_softcapping"]:  # the host makes these logits
         raise CheckpointError("config.json: final_logit_softcapping is not supported with classifier_from_token.")
-    num_labels = 0 if has_lm_head or name.endswith(BARE) else len(raw.get("id2label") or (0, 1))
+    num_labels = 0 if has_lm_head or name.endswith(BARE) else len(given["id2label"] or (0, 1))
     given |= {
         "family": family,
         "num_key_value_heads": kv_heads,
@@ -177,15 +190,17 @@ def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     """
     (name,) = check("config.json", "architectures", raw.get("architectures"), ARCHITECTURES, CheckpointError)
     family, name = MODELS[with_lm_head(name)], with_lm_head(name)
-    text = raw.get("text_config") or {}  # of a model that also has a vision tower
+    # of a model that also has a vision tower
+    text = check("config.json", "text_config", raw.get("text_config"), OBJECT, CheckpointError) or {}
     kept = ("architectures", "eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
     outer = {field: raw[field] for field in kept if raw.get(field) is not None}
     has_rope = any((raw | text).get(field) for field in ("rope_parameters", "rope_scaling"))
     defaults = {field: value for field, value in family.defaults.items() if field != "rope_parameters" or not has_rope}
     raw = {**DEFAULTS, **defaults, **raw, **text, **outer}
     raw["dtype"] = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
-    if raw.get("rotary_dim") and raw.get("partial_rotary_factor") is None:
-        raw["partial_rotary_factor"] = raw["rotary_dim"] / raw["head_dim"]  # MiniMax
+    if raw.get("rotary_dim") and raw.get("partial_rotary_factor") is None:  # MiniMax
+        sizes = check_all("config.json", raw, {"rotary_dim": SIZE, "head_dim": SIZE}, CheckpointError)
+        raw["partial_rotary_factor"] = sizes["rotary_dim"] / sizes["head_dim"]
     if raw.get("tie_word_embeddings") is None:
         raw["tie_word_embeddings"] = family.defaults.get("tie_word_embeddings")
     if raw["hidden_act"] in (None, "gelu"):  # Gemma's old files say so, and mean the tanh form
@@ -225,8 +240,8 @@ def _layers(raw: dict[str, Any], given: dict[str, Any], family: Family,
 def _kinds(given: dict[str, Any], family: Family, window: int) -> tuple[str, ...]:
     """The ``layer_types``, as given or by the rule of the family."""
     num_layers, pattern = given["num_hidden_layers"], given["sliding_window_pattern"]
-    for name in ("layer_types", "no_rope_layers"):
-        if given[name] and len(given[name]) != num_layers:
+    for name in ("layer_types", "no_rope_layers", "mlp_layer_types"):
+        if given.get(name) and len(given[name]) != num_layers:
             raise CheckpointError(f"config.json: {name} has {len(given[name])} entries for {num_layers} layers.")
     is_special = {
         "": lambda i: family.recurrent and (i + 1) % given["full_attention_interval"],
@@ -307,6 +322,7 @@ def _moe(given: dict[str, Any], family: Family) -> MoEConfig:
     if family.gpt_oss_experts and given["swiglu_limit"] is None:
         raise CheckpointError("config.json: swiglu_limit=None must be a number > 0 for this architecture.")
     shared = given["shared_expert_intermediate_size"] or given["n_shared_experts"] * given["moe_intermediate_size"]
+    check("config.json", "units of the shared experts", shared or 1, SIZE, CheckpointError)
     limit = given["swiglu_limit"] if family.gpt_oss_experts else 0.0
     return MoEConfig(
         num_experts, top_k, given["moe_intermediate_size"], given["norm_topk_prob"], given["routed_scaling_factor"],
@@ -317,6 +333,8 @@ def _moe(given: dict[str, Any], family: Family) -> MoEConfig:
 def _gated_delta(given: dict[str, Any]) -> GatedDeltaConfig:
     names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
     delta = GatedDeltaConfig(*(given[f"linear_{name}"] for name in names))
+    widths = delta.num_key_heads * delta.key_dim, delta.num_value_heads * delta.value_dim
+    check("config.json", "heads of linear attention * their size", max(widths), SIZE, CheckpointError)
     if delta.num_value_heads % delta.num_key_heads:
         raise CheckpointError(
             f"config.json: {delta.num_value_heads} value heads of linear attention cannot share "

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.errors import CheckpointError
@@ -19,9 +20,9 @@ from nanovllm.layers.quantization import Scales, dequantized_mxfp4, quantized, r
 from nanovllm.layers.weight_loader import CheckpointTensor, copy_shard
 from nanovllm.models.lora import Change, read_adapter
 from nanovllm.models.quantization_config import EXPERT_PARTS, KV_SCALES
-from nanovllm.utils.checkpoint import read_json
+from nanovllm.utils.checkpoint import open_tensors, read_json
 
-HEAD_ROWS = 4  # of an LM head to compare with the embedding, where both are said to be one
+DIGEST_ROWS = 4096  # of an LM head, or of the embedding that it is said to be, in memory at once
 DUMMY_STD = 0.02  # of random weights, as transformers initialises
 DUMMY_FP8_STD, DUMMY_ROWS = 64.0, 1024  # of the data of FP8 weights, where e4m3 ends at 448; rows drawn at once
 DUMMY_MXFP4_SCALE = 120  # 2^-7: random e2m1 have a standard deviation of 2.9
@@ -62,7 +63,7 @@ class WeightFiller:
         self._parts_of_decoder = {name.split(".")[1] for name in params if name.startswith("model.")}
         is_tied = config.tie_word_embeddings and config.has_lm_head
         self._embedding = model.model.embed_tokens if is_tied else None
-        self._head_rows: torch.Tensor | None = None
+        self._head_digests: torch.Tensor | None = None
         self.device = str(next(iter(params.values())).device)
         self._adapter, self._changes = adapter, {} if adapter is None else self._read_adapter(adapter)
         names = {part for name in self._changes for part in self._targets[name][2]}
@@ -77,9 +78,11 @@ class WeightFiller:
     def fill(self, tensor: CheckpointTensor, source: str) -> None:
         """Raises CheckpointError, with nothing written: unknown, there before, or of another shape."""
         if self._unused.fullmatch(self._whole_name(tensor.name)):
-            if self._embedding is not None and tensor.name.endswith("lm_head.weight"):
-                start = self._embedding.vocab_start
-                self._head_rows = tensor.read((slice(start, start + HEAD_ROWS),))
+            # with ``only``, it is the checkpoint that was compared at the start
+            if self._embedding is not None and tensor.name.endswith("lm_head.weight") and self._only is None:
+                (N, C), size = self._embedding.weight.shape, self._embedding.tp.size
+                mine = tensor.fit([N * size, C]).rows(self._embedding.vocab_start, N, N * size)
+                self._head_digests = row_digests(mine, self._embedding.weight)
             return
         name = self._name_here(tensor.name)
         if name.endswith(("_proj_blocks", "_proj_scales")):
@@ -110,7 +113,7 @@ class WeightFiller:
         for piece, shard_id in pieces:
             if quantizes and hasattr(param, "in_rows"):  # it has a scale for each row here
                 piece = param.in_rows(piece)
-            writes = [(param, Scales.of_param(param, piece) if is_scale else piece)]
+            writes = [(param, Scales.of_param(param, piece.at_least(0)) if is_scale else piece)]
             for target, loaded in quantized(param, piece) if quantizes else writes:
                 if hasattr(target, "weight_loader"):
                     target.weight_loader(target, loaded, shard_id)
@@ -168,14 +171,14 @@ class WeightFiller:
 
     def fill_from_files(self, path: str | Path) -> None:
         """Every tensor of the safetensors files in a directory, or of one file; CheckpointError if unreadable."""
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
 
         files = _weight_files(Path(path))
         if not files:
             raise CheckpointError(f"{path} holds no *.safetensors file (other weight formats are not read).")
         for file in files:
             try:
-                with safe_open(file, "pt", device=self.device) as tensors:
+                with open_tensors(file, "pt", self.device) as tensors:
                     for name in tensors.keys():  # noqa: SIM118 (not a dict)
                         self.fill(CheckpointTensor.of(name, tensors.get_slice(name)), file.name)
             except (SafetensorError, OSError) as error:
@@ -188,9 +191,9 @@ class WeightFiller:
 
     def check_complete(self, source: str, advice: str = "") -> None:
         """Raises CheckpointError: a tensor is missing, or ``lm_head.weight`` is no copy of the tied embedding."""
-        if self._embedding is not None and self._head_rows is not None:
-            rows = self._embedding.weight[:HEAD_ROWS]
-            if not torch.equal(self._head_rows.to(rows), rows):
+        if self._embedding is not None and self._head_digests is not None:
+            weight = self._embedding.weight
+            if not torch.equal(self._head_digests, row_digests(CheckpointTensor.of("", weight.detach()), weight)):
                 raise CheckpointError(
                     f"{source}: lm_head.weight is not the embedding, but config.json ties them. If the model has one "
                     'of its own, write "tie_word_embeddings": false into config.json.'
@@ -199,6 +202,24 @@ class WeightFiller:
         if self.missing:
             some = ", ".join(sorted(self.missing)[:5])
             raise CheckpointError(f"{source}: {len(self.missing)} tensors are missing, among them {some}{advice}.")
+
+
+def row_digests(matrix: CheckpointTensor, like: torch.Tensor) -> torch.Tensor:
+    """A number for each row, int64 [N], of a matrix [N, C] in the dtype of ``like`` [N, C], read a chunk at a time.
+
+    It stands for a matrix that may be overwritten before the one to compare comes: a sum of the row's words modulo
+    2^64, with random odd weights, so that a change of one word is always seen.
+    """
+    (N, C), device = like.shape, like.device
+    padding = -C % 8  # to whole words
+    num_words = (C + padding) * like.element_size() // 8
+    weights = torch.randint(2**62, (num_words,), generator=torch.Generator("cpu").manual_seed(0), device="cpu") * 2 + 1
+    weights, digests = weights.to(device), []
+    for first in range(0, N, DIGEST_ROWS):
+        rows = matrix.read((slice(first, first + DIGEST_ROWS),)).to(like).contiguous()
+        words = (F.pad(rows, (0, padding)) if padding else rows).view(torch.int64)
+        digests.append((words * weights).sum(1))
+    return torch.cat(digests)
 
 
 def _parts(name: str, param: nn.Parameter, packed: dict[str, tuple[str, Any]]) -> list[tuple[str, Any]]:
@@ -237,7 +258,7 @@ def _weight_files(path: Path) -> list[Path]:
 
     ``model.safetensors`` counts in any case: it may be newer than the index. A file stands for itself.
     """
-    if path.is_file():
+    if path.exists() and not path.is_dir():
         return [path]
     files, index = sorted(path.glob("*.safetensors")), path / "model.safetensors.index.json"
     weight_map = read_json(index).get("weight_map") if index.is_file() else None

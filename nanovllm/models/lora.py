@@ -8,6 +8,7 @@ Legend: N output features, C input channels, r rank of the adapter.
 """
 
 import re
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,9 @@ import torch
 
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.weight_loader import CheckpointTensor
-from nanovllm.utils.checkpoint import read_json
+from nanovllm.utils.checkpoint import open_tensors, read_json
+from nanovllm.utils.patterns import first_matches
+from nanovllm.validation import BOOLEAN, Rule, check_all, number, optional
 
 Change = Callable[[CheckpointTensor], CheckpointTensor]
 
@@ -32,6 +35,14 @@ NO_EFFECT = (
     "task_type", "auto_mapping", "peft_version", "megatron_core", "qalora_group_size", "ensure_weight_tying",
     "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config",
 )  # fmt: skip
+FINITE = number("a finite number", lambda x: True)
+RULES = {
+    "lora_alpha": FINITE,
+    "use_rslora": optional(BOOLEAN),
+    "alpha_pattern": optional(Rule(
+        "an object of finite numbers", lambda x: isinstance(x, dict) and all(map(FINITE.accepts, x.values()))
+    )),
+}  # fmt: skip
 KEEPS_BASE = (None, True, False, "gaussian", "orthogonal", "eva")  # initialisations that leave the base's weights alone
 ADVICE = "Merge it by PEFT's merge_and_unload(), save the model, and give that directory as the model."
 
@@ -46,16 +57,21 @@ def read_adapter(path: str, device: str) -> dict[str, Change]:
     Raises:
         CheckpointError: a file is missing or damaged, or the adapter is of a kind that is not supported.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
     config, file = read_config(path), Path(path, "adapter_model.safetensors")
     changes: dict[str, Change] = {}
     factors: dict[tuple[str, bool], dict[str, CheckpointTensor]] = {}  # (module, is an embedding) -> A, B
     try:
-        tensors = safe_open(file, "pt", device=device)
-        read = {name: CheckpointTensor.of(name, tensors.get_slice(name)) for name in tensors.keys()}  # noqa: SIM118
+        tensors = open_tensors(file, "pt", device)
+        read = {
+            name: CheckpointTensor.of(name, tensors.get_slice(name)).at_least(-sys.float_info.max)
+            for name in tensors.keys()  # noqa: SIM118
+        }
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} cannot be read ({error}); other formats of adapters are not.") from error
+    if not read:
+        raise CheckpointError(f"{file} holds no tensor, so it would change nothing; is the download complete?")
     for name, tensor in read.items():
         target = name.removeprefix(PREFIX)
         if match := FACTOR.fullmatch(target):
@@ -64,11 +80,12 @@ def read_adapter(path: str, device: str) -> dict[str, Change]:
             raise CheckpointError(f"{file}: tensor {name!r} is unknown. {ADVICE}")
         else:  # of modules_to_save, or the base of an embedding, to which the product is added
             changes[target.replace(".base_layer.", ".")] = partial(_replaced, tensor)
+    alphas = alphas_of(config, file, [module for module, _ in factors])
     for (module, is_embedding), pair in factors.items():
-        if len(pair) < 2 or any(len(factor.shape) != 2 for factor in pair.values()):
+        if len(pair) < 2 or any(len(factor.shape) != 2 or 0 in factor.shape for factor in pair.values()):
             raise CheckpointError(f"{file}: module {module!r} must have two matrices, lora_A and lora_B. {ADVICE}")
         a, b = pair["A"], pair["B"]
-        scale = scale_of(config, module, a.shape[0])
+        scale = alphas[module] / (a.shape[0] ** 0.5 if config.get("use_rslora") else a.shape[0])
         if is_embedding:  # its weight [V, C] += (B A)^T
             a, b = b.transposed(), a.transposed()
         name = f"{module}.weight"
@@ -87,17 +104,17 @@ def read_config(path: str) -> dict[str, Any]:
     if wrong:
         given = ", ".join(f"{name}={config.get(name)!r:.100}" for name in wrong)
         raise CheckpointError(f"{file}: {given} is not supported. {ADVICE}")
-    return config
+    return check_all(str(file), {"lora_alpha": 8, **config}, RULES, CheckpointError)
 
 
-def scale_of(config: dict[str, Any], module: str, rank: int) -> float:
-    """Factor of the product of a module's two matrices: alpha / r, or alpha / sqrt(r) with ``use_rslora``."""
-    alpha = config.get("lora_alpha", 8)
-    for pattern, value in (config.get("alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            alpha = value
-            break
-    return alpha / (rank**0.5 if config.get("use_rslora") else rank)
+def alphas_of(config: dict[str, Any], file: Path, modules: list[str]) -> dict[str, float]:
+    """``lora_alpha`` of each module, or the number of the first pattern in ``alpha_pattern`` that names it."""
+    numbers = config["alpha_pattern"] or {}
+    try:
+        found = first_matches({pattern: rf"(.*\.)?({pattern})$" for pattern in numbers}, modules)
+    except ValueError as error:
+        raise CheckpointError(f"{file}: alpha_pattern has {error}. {ADVICE}") from None
+    return {module: numbers[found[module]] if module in found else config["lora_alpha"] for module in modules}
 
 
 def _merged(a: CheckpointTensor, b: CheckpointTensor, scale: float, replacement: Change | None,

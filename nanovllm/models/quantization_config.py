@@ -11,7 +11,9 @@ from typing import Any
 
 from nanovllm.errors import CheckpointError
 from nanovllm.models.families import Family
+from nanovllm.utils.patterns import first_matches
 
+MAX_EXPERTS = 200_000  # of all layers: a damaged number must not fill the memory with names
 BLOCK = 128  # published blocks are 128 x 128
 EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of all experts -> of one
 RENAMED_TENSORS = (("_scale_inv", "_scale"),)  # (in the checkpoint, here); both multiply
@@ -96,16 +98,20 @@ def read_quantization(raw: dict[str, Any], family: Family) -> tuple[str | None, 
     if method not in tuple(FORMS) or (method == "mxfp4" and not family.gpt_oss_experts):
         raise _refusal(f"quant_method={method!r:.100}")
     _check("", quantization, FORMS[method], is_closed=True)
-    is_skipped = _skipped(quantization, family)
     if method == "mxfp4":
         names = [f"model.layers.{i}.mlp.experts" for i in range(num_layers)]
-        for name in filter(is_skipped, names):
+        for name in filter(_skipped(quantization, family, names), names):
             raise _refusal(f"leaving out {name}")
         return method, None, no_linears
     in_blocks = quantization.get("weight_block_size")
     if method == "compressed-tensors":
         in_blocks = _read_group(quantization) == "block"
-    modules = linears(raw["num_experts"] if family.experts else 0, bool(family.recurrent)).items()
+    num_experts = raw["num_experts"] if family.experts else 0
+    if num_layers * num_experts > MAX_EXPERTS:
+        raise _refusal(f"{num_layers} layers of {num_experts} experts")
+    modules = linears(num_experts, bool(family.recurrent)).items()
+    names = [f"model.layers.{i}.{x}" for i in range(num_layers) for name, parts in modules for x in (name, *parts)]
+    is_skipped = _skipped(quantization, family, names)
     layers = [
         frozenset(name for name, parts in modules if not _all_or_none(f"model.layers.{i}.", name, parts, is_skipped))
         for i in range(num_layers)
@@ -113,14 +119,14 @@ def read_quantization(raw: dict[str, Any], family: Family) -> tuple[str | None, 
     return method, BLOCK if in_blocks else 0, layers
 
 
-def _skipped(quantization: dict[str, Any], family: Family) -> Callable[[str], bool]:
-    """Whether a module is left out."""
+def _skipped(quantization: dict[str, Any], family: Family, modules: list[str]) -> Callable[[str], bool]:
+    """Whether one of ``modules`` is left out."""
     skipped = []
     for names in filter(None, map(quantization.get, SKIPPED)):
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise _refusal(f"{names!r:.100} for the modules to leave out (not a list of names)")
         skipped += names
-    return _matcher(skipped, family.renamed)
+    return _matcher(skipped, family.renamed, modules)
 
 
 def _refusal(what: str) -> CheckpointError:
@@ -159,20 +165,21 @@ def _read_group(raw: dict[str, Any]) -> str:
     return weights["strategy"]
 
 
-def _matcher(patterns: list[str], renamed: tuple[tuple[str, str], ...]) -> Callable[[str], bool]:
-    """A test of whether one of the patterns names a module.
+def _matcher(patterns: list[str], renamed: tuple[tuple[str, str], ...], modules: list[str]) -> Callable[[str], bool]:
+    """A test of whether one of the patterns names one of ``modules``.
 
     A pattern is "re:" and a regular expression of the beginning of its name; a name with asterisks; or dotted parts of
     its name, wherever they stand in it.
     """
     prefixes = ["", *(old for old, new in renamed if not new)]  # in the checkpoint
+    regexes = {pattern: pattern[3:] for pattern in patterns if pattern.startswith("re:")}
+    try:
+        found = first_matches(regexes, [prefix + name for prefix in prefixes for name in modules])
+    except ValueError as error:
+        raise _refusal(str(error)) from None
     compiled, dotted = [], set()
     for pattern in patterns:
-        if pattern.startswith("re:"):
-            try:
-                compiled.append(re.compile(pattern[3:]))
-            except re.error as error:
-                raise _refusal(f"the regular expression {pattern!r:.100} ({error})") from None
+        if pattern in regexes:
             continue
         pattern = f"{pattern}."  # the renamed part may be the last one
         for old, new in renamed:
@@ -187,7 +194,7 @@ def _matcher(patterns: list[str], renamed: tuple[tuple[str, str], ...]) -> Calla
         parts = name.split(".")
         ends = range(1, len(parts) + 1)
         runs = (".".join(parts[start:end]) for end in ends for start in range(end)) if dotted else ()
-        return not dotted.isdisjoint(runs) or any(regex.match(name) for regex in compiled)
+        return name in found or not dotted.isdisjoint(runs) or any(regex.match(name) for regex in compiled)
 
     return lambda name: any(is_named(prefix + name) for prefix in prefixes)
 

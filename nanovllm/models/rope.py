@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import CheckpointError
-from nanovllm.validation import BOOLEAN, Rule, at_least, by_field, check, check_all, choice, list_of, number, optional
+from nanovllm.validation import BOOLEAN, Rule, by_field, check, check_all, choice, integer, list_of, number, optional
 
 if TYPE_CHECKING:
     import torch
 
 DEFAULT_MAX_POSITION = 32768  # of a config.json without max_position_embeddings
-SIZE = at_least(1)
+MAX_SIZE = 1 << 24  # a hundred times published ones; products of a few stay within 64 bits
+OBJECT = optional(Rule("an object", lambda x: isinstance(x, dict)))
+SIZE = integer("an integer >= 1 and at most 2**24", lambda x: 1 <= x <= MAX_SIZE)
 POSITIVE = number("a positive number", lambda x: x > 0)
 FRACTION = optional(number("a number in (0, 1]", lambda x: 0 < x <= 1))
 FACTORS = Rule("a list of positive numbers", lambda x: isinstance(x, (list, tuple)) and all(map(POSITIVE.accepts, x)),
@@ -81,7 +83,10 @@ class RopeScaling:
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "RopeScaling":
         """Read ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling`` (before)."""
-        new, old = raw.get("rope_parameters"), raw.get("rope_scaling")
+        new, old = (
+            check("config.json", name, raw.get(name), OBJECT, CheckpointError)
+            for name in ("rope_parameters", "rope_scaling")
+        )
         rope = _with_rope_type(new or old or {})
         # a long-context recipe may add rope_scaling to a file that has rope_parameters; their rope_theta may differ
         if new and old and {**rope, "rope_theta": None} != {**_with_rope_type(old), "rope_theta": None}:

@@ -6,14 +6,15 @@ again.
 """
 
 import ctypes
+import math
 import os
 import re
-import shutil
 import sys
 import tempfile
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,7 @@ TAGS = "weights", "kv_cache"
 # Pinned memory is handed out in powers of two. In pieces of this size little of it is lost.
 CHUNK_BYTES = 64 << 20
 BUCKET_BYTES = 512 << 20  # of tensors on their way to the other ranks
+ALIGNMENT = 64  # bytes
 
 
 class Weights:
@@ -143,29 +145,29 @@ class Weights:
         elif self._runner.workers is None:
             yield as_pairs(weights)
         else:
-            from safetensors.torch import save_file
-
             unused = re.compile(self._runner.model.config.unused_tensors())
             for bucket in in_buckets(as_pairs(weights), unused):
-                with shared_directory(sum(tensor.nbytes for tensor in bucket.values())) as directory:
-                    file = os.path.join(directory, "update_weights")  # errors name it
-                    save_file(bucket, file)
+                with shared_file() as file:
+                    shared = SharedTensors.describe(file, bucket)
+                    for (_, view), tensor in zip(shared.views(), bucket.values(), strict=True):
+                        view.copy_(tensor)
                     bucket.clear()
-                    yield file
+                    yield shared
 
     def begin_update(self, adapter: str | None, only: set[str] | None) -> None:
         """Every rank: no weight is written yet."""
         self._filler = WeightFiller(self._runner.model, adapter=adapter, only=only)
 
     @torch.inference_mode()
-    def load(self, weights: str | Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Every rank: write tensors, of files or given as pairs, into the parameters."""
+    def load(self, weights: "str | SharedTensors | Iterable[tuple[str, torch.Tensor]]") -> None:
+        """Every rank: write tensors, of files, shared, or given as pairs, into the parameters."""
         self._runner.synchronize()
         try:
             if isinstance(weights, str):
                 self._filler.fill_from_files(weights)
             else:
-                self._filler.fill_from(weights, "update_weights")
+                pairs = weights.views() if isinstance(weights, SharedTensors) else weights
+                self._filler.fill_from(pairs, "update_weights")
         finally:
             self._runner.synchronize()  # the caller may change its tensors, or delete the files
             if self._filler.filled:
@@ -316,8 +318,42 @@ def in_buckets(pairs: Iterable[tuple[str, torch.Tensor]], unused: re.Pattern[str
         yield bucket
 
 
-def shared_directory(num_bytes: int) -> tempfile.TemporaryDirectory:
-    """In shared memory if it has room: a container may have 64 MiB of it."""
-    shm = "/dev/shm"
-    has_room = os.path.isdir(shm) and os.access(shm, os.W_OK) and shutil.disk_usage(shm).free > 1.1 * num_bytes
-    return tempfile.TemporaryDirectory(prefix="nanovllm-", dir=shm if has_room else None)
+@dataclass(frozen=True)
+class SharedTensors:
+    """A file of tensors that every rank maps into its memory.
+
+    Attributes:
+        layout: of each tensor its name, dtype, shape, and where it begins, in bytes.
+    """
+
+    file: str
+    num_bytes: int
+    layout: list[tuple[str, torch.dtype, tuple[int, ...], int]]
+
+    @classmethod
+    def describe(cls, file: str, tensors: Mapping[str, torch.Tensor]) -> "SharedTensors":
+        """The layout that has room for these tensors."""
+        layout, end = [], 0
+        for name, tensor in tensors.items():
+            layout.append((name, tensor.dtype, tuple(tensor.shape), end))
+            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        return cls(file, max(end, ALIGNMENT), layout)
+
+    def views(self) -> list[tuple[str, torch.Tensor]]:
+        """Pairs (name, tensor), whose memory is the file's."""
+        data = torch.from_file(self.file, shared=True, size=self.num_bytes, dtype=torch.uint8)
+        return [
+            (name, data[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
+            for name, dtype, shape, start in self.layout
+        ]
+
+
+@contextmanager
+def shared_file() -> Iterator[str]:
+    """A new file for processes of this user. Linux keeps it in memory, and frees it with the last that has it open."""
+    if hasattr(os, "memfd_create"):
+        with os.fdopen(os.memfd_create("nanovllm-update_weights"), "r+b") as file:
+            yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
+    else:
+        with tempfile.TemporaryDirectory(prefix="nanovllm-") as directory:
+            yield os.path.join(directory, "update_weights")

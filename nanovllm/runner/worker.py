@@ -61,7 +61,7 @@ def announce(line: str) -> None:
     """Log at INFO. Where nobody has configured logging, which then drops INFO, print to stderr instead."""
     if LOGGER.hasHandlers():
         LOGGER.info(line)
-    elif LOGGER.level <= logging.INFO:
+    elif LOGGER.level <= logging.INFO and sys.stderr is not None:  # for None it would print to stdout
         print(line, file=sys.stderr, flush=True)
 
 

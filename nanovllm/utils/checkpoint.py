@@ -14,6 +14,7 @@ from nanovllm.validation import Rule, at_least, check, list_of
 
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "assets" / "demo"
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+MAX_JSON_BYTES = 256 << 20  # the largest published, an index of all tensors, has 10 MiB
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
 ID = at_least(0)
 IDS = list_of(ID, "a token id or a list of them")
@@ -75,30 +76,53 @@ def resolve_model(
     raise CheckpointError(f"{given} is not a directory ({why}); as a hub id: {hub}")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, kind: type = dict) -> Any:
+    """A small JSON file that holds a ``kind``, dict or list. Raises CheckpointError for anything else."""
     try:
         if path.exists() and not path.is_file():
             raise ValueError("it is no regular file")  # reading a FIFO would wait for ever
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ValueError(f"it has more than {MAX_JSON_BYTES >> 20} MiB")
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         why = getattr(error, "strerror", None) or error
         raise CheckpointError(
             f"{path} cannot be read ({why}); is it a model's directory, and the download complete?"
         ) from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no JSON object.")
+    if not isinstance(content, kind):
+        raise CheckpointError(f"{path} holds no JSON {'object' if kind is dict else 'list'}.")
     return content
 
 
-def tensor_names(model_path: str) -> list[str]:
-    """Of the tensors of the first safetensors file; none where it is missing or damaged, which its loading reports."""
-    from safetensors import SafetensorError, safe_open
-
-    file = min(Path(model_path).glob("*.safetensors"), default=None)
+def folder_within(model_path: str, name: Any, source: Path) -> Path:
+    """The folder of a checkpoint that ``source`` names; CheckpointError if it lies elsewhere."""
+    root = Path(model_path).resolve()
     try:
-        with safe_open(file, "np") as tensors:
+        folder = Path(root, "" if name is None else name).resolve()
+        if folder.is_relative_to(root):
+            return folder
+    except (TypeError, ValueError, OSError, RuntimeError):  # no string; a NUL in it; too long; a loop of links
+        pass
+    raise CheckpointError(f"{source}: {name!r:.300} must be the path of a folder within the checkpoint.")
+
+
+def open_tensors(file: Path, framework: str, device: str = "cpu") -> Any:
+    """An open safetensors file, as ``safe_open`` gives it. Raises SafetensorError or OSError."""
+    from safetensors import safe_open
+
+    if file.exists() and not file.is_file():
+        raise OSError("it is no regular file")  # opening a FIFO would wait for ever
+    return safe_open(file, framework, device=device)
+
+
+def tensor_names(file: Path) -> list[str]:
+    """Of the tensors of a safetensors file; none where it is damaged, which its loading reports."""
+    from safetensors import SafetensorError
+
+    try:
+        with open_tensors(file, "np") as tensors:
             return list(tensors.keys())
-    except (SafetensorError, OSError, TypeError):
+    except (SafetensorError, OSError):
         return []
 
 

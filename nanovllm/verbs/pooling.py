@@ -20,8 +20,8 @@ from nanovllm.errors import EngineError, RequestError
 from nanovllm.outputs import ClassificationOutput, EmbeddingOutput, PoolingRequestOutput, ScoringOutput
 from nanovllm.readouts.pooled_state import PooledState
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.validation import BOOLEAN, check, integer, optional
-from nanovllm.verbs.sentence_transformers import read_pooling
+from nanovllm.validation import BOOLEAN, Rule, check, integer, optional
+from nanovllm.verbs.sentence_transformers import Texts, read_pooling, read_texts
 
 SLICE = 256  # prompts that are tokenized at once, while the device works on those before
 # the prompt of Qwen3-Reranker, whose answer is one token; and its default instruction
@@ -40,23 +40,29 @@ class Pooling(LLMEngine):
     read_pooling = staticmethod(read_pooling)
 
     def embed(self, prompts: Prompt | ListLike[Prompt], normalize: bool | None = None, dimensions: int | None = None,
-              use_tqdm: bool | Callable = False) -> list[PoolingRequestOutput]:
+              use_tqdm: bool | Callable = False, *, instruction: str | None = None) -> list[PoolingRequestOutput]:
         """Embed one prompt or many: ``output.embedding`` is an array, ``output.outputs.embedding`` a list.
 
         An embedding is made of the last token's hidden state, or as sentence-transformers' files in the checkpoint
-        say. Texts are tokenized while the device works on those before. Where the hidden states are NaN, ``outputs``
-        is None and ``error`` says so; from ``classify`` and ``rerank``, too.
+        say; these may also cut texts, or have them in lower case. Texts are tokenized while the device works on those
+        before. Where the hidden states are NaN, ``outputs`` is None and ``error`` says so; from ``classify`` and
+        ``rerank``, too.
 
         Args:
             prompts: as in ``generate``. Texts get the special tokens that the tokenizer adds.
             normalize: divide by the L2 norm; None is as the checkpoint says, or True.
             dimensions: keep the first so many, before the norm: for models that were trained for it (Matryoshka).
+            instruction: put before each text; None is the checkpoint's default prompt, "" none.
 
         Raises:
             RequestError: a prompt can never be served; the others of this call are dropped.
             CheckpointError: the checkpoint's pooling is not supported.
         """
         kind, is_normalized = self.read_pooling(self.config.model_path)
+        texts = read_texts(self.config.model_path)
+        if instruction is not None:
+            is_text = Rule("a string or None", lambda x: isinstance(x, str))
+            texts = texts._replace(instruction=check("embed", "instruction", instruction, is_text, RequestError))
         hidden_size = self.config.model_config.hidden_size
         rule = optional(integer(f"an integer from 1 to {hidden_size}", lambda n: 1 <= n <= hidden_size))
         dimensions = check("embed", "dimensions", dimensions, rule, RequestError)
@@ -68,7 +74,7 @@ class Pooling(LLMEngine):
             state = (state * scale)[:dimensions]
             return EmbeddingOutput(state / max(float(np.sqrt(state @ state)), 1e-12) if normalize else state)
 
-        return self._pool(as_prompts(prompts), kind, use_tqdm, embedding)
+        return self._pool(as_prompts(prompts), kind, use_tqdm, embedding, texts)
 
     def classify(self, prompts: Prompt | ListLike[Prompt],
                  use_tqdm: bool | Callable = False) -> list[PoolingRequestOutput]:
@@ -140,19 +146,19 @@ class Pooling(LLMEngine):
         return (weight, config.activation) if token_ids is None else (weight[1:] - weight[:1], "sigmoid")
 
     def _pool(self, prompts: ListLike[Prompt], kind: str, use_tqdm: bool | Callable,
-              make: Callable[[Any], Any]) -> list[PoolingRequestOutput]:
+              make: Callable[[Any], Any], texts: Texts = Texts()) -> list[PoolingRequestOutput]:
         """``make`` of the pooled hidden state, fp32 [C], of each prompt."""
         with Guard(self):
             self._require_ready()
-            requests = make_pooling(self._inputs, prompts, kind)
+            requests = make_pooling(self._inputs, prompts, kind, texts)
             return collect(self, [], lambda request: pooled_output(request, make), use_tqdm, requests, len(prompts))
 
 
-def make_pooling(inputs: InputProcessor, prompts: ListLike[Prompt], pooling: str) -> Iterator[Request]:
+def make_pooling(inputs: InputProcessor, prompts: ListLike[Prompt], pooling: str, texts: Texts) -> Iterator[Request]:
     """Requests for the pooled hidden state of each prompt; made, and checked, as they are asked for."""
     params = SamplingParams(max_tokens=0, detokenize=False)
     for first in range(0, len(prompts), SLICE):
-        encoded = inputs.encode(prompts[first : first + SLICE], first)
+        encoded = texts.encode(inputs, prompts[first : first + SLICE], first)
         for i, (text, given) in enumerate(encoded, first):
             try:
                 ids, _ = inputs.checks.checked(as_token_ids(given), params, is_computed=True)

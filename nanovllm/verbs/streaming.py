@@ -12,7 +12,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Request
 from nanovllm.engine.stream import DeltaStream
 from nanovllm.engine.text.prompts import NON_SEQUENCES, Prompt, is_one_prompt
-from nanovllm.errors import RequestError
+from nanovllm.errors import RequestError, as_request_error
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -60,10 +60,11 @@ class Streaming(LLMEngine):
                 prompt, params = item if is_pair else (item, None)
                 try:
                     request = self._inputs.make(prompt, default if params is None else copy_of(params), index)
-                except RequestError as error:
+                except BaseException as error:
+                    refused = as_request_error(error)
                     if on_error is None:
-                        raise RequestError(f"prompt {index}: {error}") from None
-                    on_error(index, error)
+                        raise RequestError(f"prompt {index}: {refused}") from refused.__cause__
+                    on_error(index, refused)
                 else:
                     yield request
 
@@ -76,7 +77,8 @@ class Streaming(LLMEngine):
         """Queue one prompt; return a ``concurrent.futures.Future`` of its ``RequestOutput``.
 
         The engine has no thread of its own: the request advances whenever somebody steps the engine, by any method, or
-        asks the future for its ``result()``. Like every method, this one is for one thread at a time.
+        asks the future for its ``result()``; not by ``as_completed``, ``wait`` or asyncio alone. Its ``cancel()``
+        aborts it. Like every method, this one is for one thread at a time; ``EngineThread`` is for others.
 
         Raises:
             RequestError: it can never be served; nothing was queued.
@@ -86,6 +88,12 @@ class Streaming(LLMEngine):
             future = self._submitted.futures[request.request_id] = RequestFuture(self, request)
             self._queue([request], self._submitted)
         return future
+
+    def is_finished(self) -> bool:
+        """Whether every queued request is reported, finished or dropped, and every future resolved; a surplus launch
+        may still run.
+        """
+        return super().is_finished() and not any(caller.finished for caller in self._callers)
 
     @cached_property
     def _submitted(self) -> Submitted:

@@ -78,7 +78,7 @@ class WeightVerbs(LLMEngine):
     def _idle(self, what: str) -> Iterator["Weights"]:
         """Give the weights of an idle engine to work on. No cached prefix outlives it."""
         with Guard(self):
-            if not self.is_finished():
+            if not self._is_idle():
                 raise EngineError(f"{what} needs an idle engine; finish or abort its requests first.")
             while self._in_flight:  # a surplus launch
                 self._take_in()
@@ -93,7 +93,14 @@ class WeightVerbs(LLMEngine):
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, as is needed after a change of the weights; False while requests run."""
-        if not self.is_finished():
+        if not self._is_idle():
             return False
         self.scheduler.block_manager.forget_prefixes()
         return True
+
+    def _is_idle(self) -> bool:
+        """Whether all requests are finished; futures that wait for nothing but their text are resolved first."""
+        if self._outputs.is_empty():
+            for caller in self._callers:
+                caller.between_steps(is_idle=True)
+        return self.is_finished()

@@ -6,7 +6,9 @@ import math
 import os
 import random
 import re
+import shlex
 import shutil
+import subprocess
 import sys
 import tracemalloc
 from dataclasses import fields
@@ -20,6 +22,7 @@ from nanovllm.cli import main
 from nanovllm.config import Config
 from nanovllm.contrib.jobs import engines, files
 from nanovllm.contrib.jobs.rows import Row, openai_logprobs, plain_logprobs, record_of, row_seed
+from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 
 OPTIONS = ("--device", "cpu", "--dtype", "float32", "--max-num-seqs", "8", "--kvcache-block-size", "16")
@@ -43,8 +46,8 @@ def stub(args, rows, rank=0):
     for row in rows:
         try:
             content, _, params = engines.request_of(row, args)
-        except engines.RequestError as error:
-            yield engines.error_record(row, error), (0, 0, 0)
+        except Exception as error:
+            yield engines.error_record(row, engines.as_request_error(error)), (0, 0, 0)
             continue
         asked = f"{params.temperature} {params.max_tokens}"
         yield {"custom_id": row.key, "text": str(content), "finish_reason": asked, "error": None}, (1, 0, 1)
@@ -91,6 +94,7 @@ def test_texts_are_those_of_generate_and_errors_do_not_stop_a_job(tmp_path, caps
     assert f"28 rows in {out}: 28 now, 0 before, 5 of them errors.\n" in err and "tokens generated (" in err
     found = {record["custom_id"]: record for record in read_jsonl(out)}
     assert len(found) == len(rows) == len(read_jsonl(out))
+    assert all(key == record.get("id", "row-20") for key, record in found.items())  # under the name that it had
 
     def params(key, **values):
         return SamplingParams(**{"temperature": 0.9, "max_tokens": 12, "seed": row_seed(None, key), **values})
@@ -123,6 +127,48 @@ def test_texts_are_those_of_generate_and_errors_do_not_stop_a_job(tmp_path, caps
         "position 0: surrogates not allowed",
     }
     assert found["typo"]["error"]["type"] == "RequestError"
+
+
+class Panic(BaseException):
+    """As tokenizers raise it: no Exception."""
+
+
+def test_whatever_a_row_raises_is_its_own_error(tmp_path, monkeypatch):
+    """Any class but RequestError ended the job, at every restart; also a text that cannot be made."""
+
+    def failing(method, is_bad):
+        def failing_for_some(self, given, *args, **options):
+            if is_bad(given):
+                raise Panic("unwrap on a None")
+            return method(self, given, *args, **options)
+
+        return failing_for_some
+
+    encode = failing(AsyncTokenizer.encode, lambda texts: "panic" in texts)
+    monkeypatch.setattr(AsyncTokenizer, "encode", encode)
+    monkeypatch.setattr(AsyncTokenizer, "_decode", failing(AsyncTokenizer._decode, lambda ids: len(ids) == 5))
+    ask = [{"role": "user", "content": "2 + 3"}]
+    rows = [
+        *questions(3), {"id": "encode", "prompt": "panic"},
+        {"id": "decode", "prompt": "7", "sampling_params": {"max_tokens": 5, "ignore_eos": True}},
+        {"id": "huge", "prompt": "7", "sampling_params": {"logit_bias": {"3": 2**2000}}},
+        {"id": "digit", "prompt": "7", "sampling_params": {"logit_bias": {"\u00b3": 1}}},
+        {"id": "half", "prompt": "7", "sampling_params": {"bad_words": ["x", "\udfff"]}},
+        {"id": "name", "prompt": "7", "sampling_params": {"structured_outputs": {"cls": 1}}},
+        {"custom_id": "template", "body": {"messages": ask, "tools": [{}], "chat_template": {"a": 1}}},
+        {"custom_id": "variable", "body": {"messages": ask, "chat_template_kwargs": {"conversation": []}}},
+    ]  # fmt: skip
+    argv = write_jsonl(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", *OPTIONS, "--max-tokens", "4"
+    assert batch(*argv) == 3
+    found = {record["custom_id"]: record["error"] for record in read_jsonl(tmp_path / "out.jsonl")}
+    assert len(found) == len(rows) and [key for key, error in found.items() if error is None] == ["q0", "q1", "q2"]
+    assert {error["type"] for error in found.values() if error} == {"RequestError"}
+    assert "logit_bias={3: 1148" in found["huge"]["message"] and "logit_bias={'³': 1}" in found["digit"]["message"]
+    assert found["encode"]["message"] == found["decode"]["message"] == (
+        "this request fails with Panic: unwrap on a None. Check the values of its prompt, parameters and chat template."
+    )
+    monkeypatch.setattr(AsyncTokenizer, "encode", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert batch(*argv, "--overwrite") == 130
 
 
 def test_the_log_probability_of_a_masked_token_is_json():
@@ -195,6 +241,31 @@ def test_openai_lines(tmp_path):
     }
 
 
+def test_tool_calls_of_openai_lines(tmp_path):
+    """Their arguments are JSON text, which templates got as it was: prompts had it encoded twice."""
+    template = "{% for m in messages %}{{ m.tool_calls | tojson }}{% endfor %}"
+
+    def messages(arguments):
+        call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+        return [{"role": "assistant", "content": None, "tool_calls": [call]}]
+
+    def body(arguments):
+        return {"messages": messages(arguments), "chat_template": template, "temperature": 0, "max_tokens": 3}
+
+    value = {"city": 'K\u00f6ln "am Rhein"', "days": [1, 2]}
+    text = json.dumps(value)
+    rows = [{"custom_id": key, "url": "/v1/chat/completions", "body": body(arguments)}
+            for key, arguments in (("text", text), ("object", value), ("wrong", text[:-1]))]  # fmt: skip
+    assert batch(write_jsonl(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", *OPTIONS) == 3
+    found = {record["custom_id"]: record for record in read_jsonl(tmp_path / "out.jsonl")}
+    with LLM(device="cpu", quiet=True) as llm:
+        prompt = llm.apply_chat_template(messages(value), chat_template=template)
+        (ids,) = llm.tokenize([prompt], add_special_tokens=False)
+    used = {key: found[key]["response"]["body"]["usage"]["prompt_tokens"] for key in ("text", "object")}
+    assert used == {"text": len(ids), "object": len(ids)}
+    assert "the tool call of 'weather' must be an object, or its JSON text" in found["wrong"]["error"]["message"]
+
+
 # imports once; every life of the job is a fork, which is killed
 KILLED = """
 import json, os, random, signal, sys, time
@@ -253,6 +324,14 @@ def test_two_processes(tmp_path):
     assert set(finished) == {0, 1} and sum(finished.values()) == 70 and min(finished.values()) > 20
 
 
+def test_without_stderr(tmp_path):
+    """``2>&-`` ended with 1 and no output; the file that was opened next became stderr."""
+    source, out = write_jsonl(tmp_path / "in.jsonl", questions(3)), tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "nanovllm", "batch", str(source), str(out), *OPTIONS, "--max-tokens", "3"]
+    done = subprocess.run(["sh", "-c", f"exec {shlex.join(command)} 2>&-"], stdout=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stdout) == (0, b"") and len(read_jsonl(out)) == 3
+
+
 def leave(*args):
     os._exit(7)
 
@@ -289,7 +368,8 @@ def test_a_mistyped_option(tmp_path, capsys):
                        (("plot", "in", "out", "more"), "more.")):  # fmt: skip
         with pytest.raises(SystemExit):
             main(argv)
-        assert capsys.readouterr().err.endswith(f"nanovllm {argv[0]}: error: unknown arguments: {said}\n")
+        err = capsys.readouterr().err
+        assert err.endswith(f"nanovllm {argv[0]}: error: unknown arguments: {said}\n") and err.count("\n") == 2
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"nanovllm {nanovllm.__version__}\n"
@@ -443,6 +523,59 @@ def test_what_has_changed_is_said(tmp_path, stubbed, capsys):
     assert [record["finish_reason"] for record in read_jsonl(out)] == ["0.7 64"] * 4
 
 
+@pytest.mark.parametrize("text", ["[1]", "null", '"x"', "5", "{", "[" * 100_000, "\xe9"], ids=range(7))
+def test_a_run_file_that_is_damaged(tmp_path, stubbed, capsys, text):
+    source, out = write_jsonl(tmp_path / "in.jsonl", questions(2)), tmp_path / "out.jsonl"
+    assert batch(source, out) == 0
+    (tmp_path / "out.jsonl.run.json").write_text(text, encoding="latin-1")
+    err = error_of(capsys, source, out)
+    assert err.endswith(f"error: {out}.run.json is damaged; give another OUT, or --overwrite.\n")
+    assert batch(source, out, "--overwrite") == 0 == batch(source, out)
+
+
+@pytest.mark.parametrize("keep", [slice(0, 0), slice(-9), slice(200), slice(9, None)], ids=range(4))
+def test_a_part_that_is_damaged(tmp_path, stubbed, capsys, keep):
+    pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]")
+    source, out = write_jsonl(tmp_path / "in.jsonl", questions(2)), tmp_path / "out"
+    assert batch(source, out) == 0
+    part = out / "part-000000.parquet"
+    part.write_bytes(b"" if keep.stop == 0 else part.read_bytes()[keep])
+    if keep.stop != 0:  # one without bytes holds no rows
+        err = error_of(capsys, source, out)
+        assert f"error: {part} cannot be read: " in err
+        assert err.endswith(" Without this file its rows are done again.\n")
+        part.unlink()
+    assert batch(source, out) == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with a name")
+def test_pipes_are_not_waited_for(tmp_path, stubbed, capsys):
+    (tmp_path / "in").mkdir()
+    for name in ("a.jsonl", "b.csv", "in/c.parquet"):
+        os.mkfifo(tmp_path / name)
+    source = write_jsonl(tmp_path / "in" / "a.jsonl", questions(2))
+    for pipe in (tmp_path / "a.jsonl", tmp_path / "b.csv", tmp_path / "in"):
+        assert " is a folder or a pipe; it must be a file" in error_of(capsys, pipe, tmp_path / "out.jsonl")
+    assert "OUT=" in error_of(capsys, source, tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('id,prompt\na,x\nb,"y\nc,z\nd,w\n', 3), ('id,prompt\na,"x\n', 2), ('id,"prompt\na,x\n', 1),
+        ('id,prompt\na,"x\ny"\nb,"y\nc,"z"\n', 4), ('id,prompt\na,"x"y"\n', 2),
+    ],
+)  # fmt: skip
+def test_a_quote_that_is_not_closed(tmp_path, stubbed, capsys, text, line):
+    """It took the rows that follow into its text, and the job ended with 0."""
+    (tmp_path / "in.csv").write_text(text)
+    err = error_of(capsys, tmp_path / "in.csv", tmp_path / "out.jsonl")
+    assert f"in.csv cannot be read: the row from line {line} on has a quote that is not closed" in err
+    (tmp_path / "in.csv").write_text('id,prompt\na,5" x\nb,"a ""b"" c\nd"\n')
+    assert batch(tmp_path / "in.csv", tmp_path / "out.jsonl") == 0
+    assert [record["text"] for record in read_jsonl(tmp_path / "out.jsonl")] == ['5" x', 'a "b" c\nd']
+
+
 def test_another_model_is_refused(tmp_path, stubbed, capsys, make_checkpoint):
     out, source = tmp_path / "out.jsonl", write_jsonl(tmp_path / "in.jsonl", questions(3))
     assert batch(source, out) == 0
@@ -479,6 +612,8 @@ def test_another_model_is_refused(tmp_path, stubbed, capsys, make_checkpoint):
          "--shard 4/4: it must be K/N, with K from 0 to N - 1, such as 0/4."),
         (("in.jsonl", "out.jsonl", "--temperature", "-1"),
          "SamplingParams: temperature=-1 must be a finite number >= 0 (0 is greedy)."),
+        (("in.jsonl", "out.jsonl", "--structured-outputs", '{"cls": 1}'),
+         "StructuredOutputsParams has no parameter 'cls'."),
         (("in.jsonl", "out.jsonl", "--model", "/none"),
          "model='/none' is not a directory (No such file or directory), nor a hub id; give the directory "
          "that holds config.json."),
@@ -528,6 +663,56 @@ def test_two_jobs_at_once(tmp_path, monkeypatch, capsys):
     assert len(read_jsonl(out)) == 2
 
 
+@pytest.mark.parametrize("name", [".out.jsonl", ".out.jsonl.jsonl", "out.jsonl.run.jsonl"])
+def test_an_input_beside_the_output_is_not_written_to(tmp_path, stubbed, name):
+    """The temporary file in which a torn line is cut was .OUT: the input."""
+    source, out = write_jsonl(tmp_path / name, questions(4)), tmp_path / "out.jsonl"
+    before = source.read_bytes()
+    assert batch(source, out) == 0
+    out.write_bytes(out.read_bytes()[:-9])
+    assert batch(source, out) == 0 and source.read_bytes() == before
+    assert sorted(record["custom_id"] for record in read_jsonl(out)) == [f"q{i}" for i in range(4)]
+
+
+@pytest.mark.parametrize("target", ["out.jsonl", ".out.jsonl.tmp", "out.jsonl.run.json"])
+def test_an_input_that_links_to_what_the_job_writes(tmp_path, stubbed, capsys, target):
+    (tmp_path / "in").mkdir()
+    source = write_jsonl(tmp_path / target, questions(2))
+    (tmp_path / "in" / "a.jsonl").symlink_to(source)
+    before = source.read_bytes()
+    err = error_of(capsys, tmp_path / "in", tmp_path / "out.jsonl", "--overwrite")
+    assert err.endswith(f"would write to {tmp_path}/in/a.jsonl, which is a file of IN. Give another OUT.\n")
+    assert source.read_bytes() == before
+    other = write_jsonl(tmp_path / "other.jsonl", questions(2))
+    err = error_of(capsys, other, tmp_path / "out.jsonl", "--metrics", source)
+    assert "it is IN or OUT" in err and source.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out"])
+def test_two_names_of_one_output(tmp_path, monkeypatch, capsys, name):
+    """Both jobs ran, for each name had a lock of its own; and a torn line replaced the link, not the file."""
+    if name == "out":
+        pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]")
+    source, out, link = write_jsonl(tmp_path / "in.jsonl", questions(3)), tmp_path / "real" / name, tmp_path / name
+    out.parent.mkdir()
+    link.symlink_to(out)
+    statuses = []
+
+    def meets_others(args, rows):
+        statuses.extend(batch(source, path) for path in (out, link, tmp_path / "real" / ".." / name))
+        yield from stub(args, rows)
+
+    monkeypatch.setattr(engines, "complete", meets_others)
+    assert batch(source, link) == 0 and statuses == [1, 1, 1]
+    assert capsys.readouterr().err.count("another job is writing to ") == 3
+    monkeypatch.setattr(engines, "complete", stub)
+    if name == "out.jsonl":
+        out.write_bytes(out.read_bytes()[:-1] + b"x")
+    assert batch(source, link) == batch(source, out) == 0 and link.is_symlink()
+    (file,) = files.Output(out, ids_are_integers=False).files()
+    assert len(list(files.READERS[file.suffix](file))) == 3
+
+
 def test_csv(tmp_path, stubbed, capsys):
     (tmp_path / "in.csv").write_text(
         'key,question,sampling_params,temperature\na,"1, 2\nand 3","{""max_tokens"": 7}"\nb,x,\nc,y,{,z,z\n,w,,0.5\n',
@@ -557,7 +742,7 @@ def test_parquet(tmp_path, stubbed, monkeypatch):
     out = tmp_path / "out"
     with pytest.raises(ZeroDivisionError):
         batch(tmp_path / "in", out)
-    (out / ".part-000003.parquet").write_bytes(b"half of a part")
+    (out / ".part-000003.parquet.tmp").write_bytes(b"half of a part")
     monkeypatch.setattr(engines, "complete", stub)
     assert batch(tmp_path / "in", out) == 3
     assert sorted(path.name for path in out.iterdir()) == [f"part-{i:06d}.parquet" for i in range(5)]
@@ -569,6 +754,65 @@ def test_parquet(tmp_path, stubbed, monkeypatch):
     assert json.loads(found[3]["error"])["message"] == "the row has neither 'prompt' nor 'messages'."
     assert batch(tmp_path / "in", out, "--retry-errors") == 3
     assert parquet.read_table(out).num_rows == 30
+
+
+@pytest.mark.parametrize(
+    ("schema", "seen"),
+    [
+        ({"const": None}, None), ({"title": "x", "const": None}, None), ({"items": {"const": None}}, None),
+        ({"const": {"a": None, "b": 1}}, None), ({"enum": [{"a": 1, "b": None}]}, None),
+        ({"anyOf": [{"const": None}, {"type": "null"}]}, None),
+        ({"enum": [None, "a"]}, {"enum": [None, "a"]}), ({"type": "null", "default": None}, {"type": "null"}),
+        ({"anyOf": [{"const": "a"}, {"type": "integer"}]}, {"anyOf": [{"const": "a"}, {"type": "integer"}]}),
+        ('{"const": null}', '{"const": null}'),
+    ],
+)  # fmt: skip
+def test_a_null_in_a_schema_of_parquet(tmp_path, schema, seen):
+    """Arrow keeps an absent field as null. {"const": null} became {}, which allows everything."""
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]")
+    import pyarrow
+
+    rows = [{"id": 7, "prompt": "x", "sampling_params": {"structured_outputs": {"json": schema}}}, {"id": 8}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "in.parquet")
+    row, other = files.Input(tmp_path / "in.parquet", None).rows()
+    assert (row.key, other) == (7, Row(8, {"id": 8}, name="id"))
+    if seen is None:
+        assert str(row.error).startswith("'sampling_params': {") and "Give the JSON schema as text." in str(row.error)
+    else:
+        assert row.error is None and row.values["sampling_params"]["structured_outputs"]["json"] == seen
+
+
+@pytest.mark.parametrize("name", ["id", "key", "custom_id", "text"])
+@pytest.mark.parametrize("keys", [[1, 2, 3], ["a", "b", 3]])
+@pytest.mark.parametrize("out", ["out.jsonl", "out"])
+def test_an_id_keeps_its_name(tmp_path, monkeypatch, name, keys, out):
+    """Only custom_id had it, whatever the column of IN. A column of the answer's name keeps the answer."""
+    if out == "out":
+        pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]")
+
+    def answer(args, rows):
+        for row in rows:
+            request = RequestOutput("0", "x", [5], [CompletionOutput(0, "answer", [7], 0.0)])
+            yield record_of(row, request, SamplingParams(), "m"), (0, 0, 0)
+
+    monkeypatch.setattr(engines, "complete", answer)
+    source = write_jsonl(tmp_path / "in.jsonl", [{name: key, "prompt": "x"} for key in keys])
+    for _ in range(2):
+        assert batch(source, tmp_path / out, *(("--id-column", name) if name in ("key", "text") else ())) == 0
+    (file,) = files.Output(tmp_path / out, ids_are_integers=False).files()
+    found, keys = list(files.read(file)), keys if out == "out.jsonl" or keys[0] == 1 else [*map(str, keys)]
+    assert [record["custom_id"] for record in found] == keys
+    assert [record[name] for record in found] == (["answer"] * 3 if name == "text" else keys)
+
+
+def test_half_of_a_surrogate_pair_in_parquet(tmp_path, stubbed):
+    """Arrow refused the text and the id when the part was written, at every restart."""
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]")
+    source = write_jsonl(tmp_path / "in.jsonl", [{"id": "\udc01 a", "prompt": "x \ud83d"}, {"id": "b", "prompt": "y"}])
+    for _ in range(2):  # the second one finds both
+        assert batch(source, tmp_path / "out") == 0
+    table = parquet.read_table(tmp_path / "out")
+    assert table["custom_id"].to_pylist() == ["\\udc01 a", "b"] and table["text"].to_pylist() == ["x \\ud83d", "y"]
 
 
 def test_overwrite_of_a_directory(tmp_path, stubbed, capsys):

@@ -8,7 +8,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import SamplingParams
-from nanovllm.engine.text.detokenizer import REPLACEMENT, IncrementalDetokenizer, decode, decode_tokens
+from nanovllm.engine.text.detokenizer import (
+    REPLACEMENT,
+    IncrementalDetokenizer,
+    decode,
+    decode_completion,
+    decode_tokens,
+)
 from nanovllm.engine.text.stop_strings import StopStrings
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
@@ -120,12 +126,25 @@ def test_text_is_that_of_the_whole_list(tokenizer, skip):
         given = ""
         for at, token_id in enumerate(ids, 1):
             given += detokenizer.feed(token_id)
-            so_far = decode(tokenizer, ids[:at], skip, spaces)
+            so_far = decode_completion(tokenizer, ids[:at], skip, spaces)
             assert given == so_far[: len(given)]
             assert complete(given + detokenizer.held()) == complete(so_far)
         whole = tokenizer.decode(ids, skip_special_tokens=skip, spaces_between_special_tokens=spaces)
         assert decode(tokenizer, ids, skip, spaces) == whole
+        whole = decode_completion(tokenizer, ids, skip, spaces)
         assert complete(given + detokenizer.held()) == complete(whole)
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece, metaspace, demo])
+def test_a_completion_is_the_text_behind_its_prompt(make):
+    """Decoders of Llama 2's kind strip a text's first space; a completion lost one of its indentation."""
+    tokenizer, rng = make(), random.Random(5)
+    (a,) = tokenizer.encode("a", add_special_tokens=False)[-1:]
+    space = tokenizer.encode("▁the" if make in (sentencepiece, metaspace) else " the", add_special_tokens=False)
+    for _ in range(50):
+        ids = [*space * rng.randint(0, 1), *random_ids(tokenizer, rng, 6)]
+        behind = decode(tokenizer, [a, *ids], False)
+        assert decode_completion(tokenizer, ids, False) == behind[len(decode(tokenizer, [a])) :]
 
 
 def fed(tokenizer, ids):
@@ -182,7 +201,7 @@ def test_long_runs_of_special_tokens_are_not_decoded(make, monkeypatch):
         patch.setattr(detokenizer, "_pending_text", None)
         assert not any(map(detokenizer.feed, tokenizer.all_special_ids * 500))
     text += "".join(map(detokenizer.feed, second)) + detokenizer.held()
-    assert complete(text) == complete(tokenizer.decode(first + second))
+    assert complete(text) == complete(decode_completion(tokenizer, first + second))
 
 
 def test_decode_tokens(tokenizer):
@@ -215,14 +234,14 @@ def test_stop_strings_are_found_as_by_the_naive_search(tokenizer):
     for _ in range(600):
         ids, skip = random_ids(tokenizer, rng, rng.choice([5, 20, 60])), rng.random() < 0.7
         # pieces of the text itself, so that most are found; across tokens, from inside of one, multi-byte characters
-        text = decode(tokenizer, ids, skip)
+        text = decode_completion(tokenizer, ids, skip)
         stop = []
         while len(stop) < rng.choice([1, 2, 4]):
             at, size = rng.randrange(max(1, len(text) - 2)), rng.choice([1, 2, 3, 6])
             stop.append(text[at : at + size].replace(REPLACEMENT, "a") or "x")
         include, min_tokens = rng.random() < 0.5, rng.choice([0, 0, 3, 10])
         found = search(tokenizer, ids, stop, include, min_tokens, skip)
-        texts = (decode(tokenizer, ids[:n], skip) for n in range(1, len(ids) + 1))
+        texts = (decode_completion(tokenizer, ids[:n], skip) for n in range(1, len(ids) + 1))
         assert found == first_stop(texts, stop, include, min_tokens), (ids, stop)
         num_found += found is not None
     assert 100 < num_found < 590

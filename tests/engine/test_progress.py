@@ -1,5 +1,6 @@
 """The progress bar: what it counts, who makes it, and how much of it a log file keeps."""
 
+import io
 import re
 import sys
 from types import SimpleNamespace
@@ -117,6 +118,19 @@ def test_no_bar(use_tqdm, make_llm, capsys):
     capsys.readouterr()
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=use_tqdm)
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("stderr", [None, "closed"])
+def test_without_stderr(stderr, make_llm, capsys, monkeypatch):
+    """tqdm wrote to it, and the call ended in an AttributeError."""
+    llm = make_llm()
+    capsys.readouterr()
+    closed = io.StringIO()
+    closed.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", stderr and closed)
+        (output,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=True)
+    assert len(output["token_ids"]) == 2 and capsys.readouterr() == ("", "")
 
 
 def test_generate_without_a_terminal(make_llm, capsys):

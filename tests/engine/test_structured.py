@@ -5,6 +5,8 @@ import json
 import random
 import re
 import sys
+import time
+from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +17,9 @@ from transformers import AutoTokenizer
 from nanovllm import RequestError, SamplingParams
 from nanovllm.core import Sequence
 from nanovllm.engine.structured_outputs import token_masks
+from nanovllm.engine.structured_outputs.grammars import to_grammar
 from nanovllm.engine.structured_outputs.token_masks import BadWords, GrammarCompiler, mask_of, mask_of_all
+from nanovllm.engine.text.detokenizer import decode_completion
 from nanovllm.engine.token_processor import TokenProcessors
 from nanovllm.sampling_params import StructuredOutputsParams as Params
 
@@ -238,6 +242,11 @@ GRAMMARS = {
     "regular parts match exactly": ('root ::= w "x"\nw ::= [a-z]*', {"abcx": "yes", "x": "yes", "xa": "begun"}),
     "sets": ("root ::= [^a] [-z] [a-] [b^] [.*]", {"b--^*": "yes", "azab.": "no", "bzab.": "yes"}),
     "comments": ('# root ::= "x"\nroot ::= "#" # or\n  # perhaps\n  | ["#]\n', {"#": "yes", '"': "yes", "x": "no"}),
+    "Lark with EBNF in a text": (
+        'start: name " ::= " name // root ::= name\nname: /[a-z]+/ | "<" name " ::=>" | /r ::= x/\n',
+        {"a ::= b": "yes", "<x ::=> ::= r ::= x": "yes", "a = b": "no"},
+    ),
+    "late root": ('  # words\r\n\tword\n ::= "a"\r\nroot\t::= word+', {"aa": "yes", "": "begun"}),
     "Lark": ('start: "a" | b\nb: "(" start ")"', {"((a))": "yes", "(a": "begun"}),
 }
 
@@ -421,6 +430,54 @@ def test_bad_words_against_a_plain_reference():
     assert held_back > 20
 
 
+def prepends_spaces():
+    """As Llama 2's: a text is encoded behind a space, which the decoder strips."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    names = ["<unk>", "<s>", "</s>", *byte_tokens, "▁", "i", "n", "f", "in", "▁in", "▁inf"]
+    merges = [("i", "n"), ("▁", "in"), ("▁in", "f")]
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, merges, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
+
+
+def test_tokenizers_that_prepend_a_space():
+    """Of choices with a space came texts without; a bad word was allowed by the tokens that follow no space."""
+    tokenizer = prepends_spaces()
+    size, find = len(tokenizer), tokenizer.convert_tokens_to_ids
+    compiler = GrammarCompiler(tokenizer, size, [2])
+    for choices in ([" in", " inf"], ["in", " in"], ["  in"], ["inf", "é"]):
+        texts = set()
+        for seed in range(30):
+            grammar, ids, rng = compiler.compile(Params(choice=choices)), [], random.Random(seed)
+            while (allowed := allowed_by(grammar, compiler, size)) > {2} or not allowed & {2}:
+                ids.append(rng.choice(sorted(allowed)))
+                if ids[-1] == 2:
+                    break
+                grammar.accept(ids[-1])
+            texts.add(decode_completion(tokenizer, ids, True))
+        assert texts == set(choices)
+    bad_words = BadWords(tokenizer, ["inf"], size)
+    assert find("▁inf") not in not_forbidden_by(bad_words, size) >= {find("f"), find("in")}
+    bad_words.accept(find("in"))
+    assert find("f") not in not_forbidden_by(bad_words, size)
+    assert not not_forbidden_by(BadWords(tokenizer, [" in"], size), size) & {find("in"), find("▁in")}
+
+
+def test_bad_words_of_tokens_that_the_model_lacks():
+    """Its last ids are less than the tokenizer's: the word cannot be generated. It was an IndexError."""
+    for far in (70, 95, 96, 5_000_000):
+        bad_words = bad_words_of([[far], [3, far], [far, 3], [4], [3, 5]], 70)
+        bad_words.accept(3)
+        assert not_forbidden_by(bad_words, 70) == set(range(70)) - {4, 5}
+
+
 def walked(tokenizer, regex, allowed, bad, *token_ids):
     """What may follow ``token_ids`` under a regex and bad words; all tokens but ``allowed`` are bad words."""
     config = SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCAB))
@@ -502,10 +559,12 @@ ERRORS = [
     (Params(regex="("), 'invalid regex "(" (in regex): regex parse error:\n    (\n    ^\nerror: unclosed group'),
     (Params(regex="a(?=b)"), "look-around, including look-ahead and look-behind, is not supported"),
     (Params(regex="a\\"), "its last backslash escapes nothing"),
-    (Params(regex="\udcff"), "'utf-8' codec can't encode character '\\udcff'"),
+    (Params(regex="\udcff"), r"it holds '\udcff', a lone surrogate, which no text has"),
+    (Params(json={"enum": [["a\ud83d\ude00"]]}), r"it holds '\ud83d', a lone surrogate, which no text has"),
+    (Params(json_object=True, whitespace_pattern="\ud800"), r"it holds '\ud800', a lone surrogate"),
     (Params(choice=[]), "it must be a non-empty list of strings"),
     (Params(choice=["a", 1]), "it must be a non-empty list of strings"),
-    (Params(choice=["\udcff"]), "error parsing string: lone leading surrogate"),
+    (Params(choice=["\udcff"]), r"it holds '\udcff', a lone surrogate"),
     (Params(structural_tag="{}"), 'it has neither "format" nor "structures"'),
     (Params(structural_tag='{"format": {"type": "token"}}'), "format type 'token' is not supported; const_string, "),
     (Params(structural_tag='{"format": {"type": "tag"}}'), "it is malformed (KeyError: 'begin')"),
@@ -523,6 +582,69 @@ def test_errors(params, error, compiler):
     assert text.startswith(given)
     assert error in text[len(given) :] and "<state>" not in text
     assert " | " not in text.replace(given, "")  # the Lark that llguidance quotes may not be the user's
+
+
+NOT_KEPT = [
+    '{"const": -9007199254740994.0}', '{"const": [{"default": 1e999}]}', '{"enum": ["a", 12345678901234567890123]}',
+    '{"maximum": -Infinity}', '{"exclusiveMinimum": NaN}', '{"multipleOf": 1e17}', '{"minLength": 9007199254740993}',
+    '{"const": 0.12345678901234567891}', '{"enum": [1000000000000000.5]}', '{"const": -9223372036854775808}',
+    '{"maximum": 7.777522467438323e-08}', '{"const": 1e-99999999999999999999}', '{"enum": [2e99999999999999999999]}',
+]  # fmt: skip
+
+
+def test_numbers_that_llguidance_would_change(compiler, tokenizer):
+    """They came out rounded, or as null, and -2^63 ended the process; numbers that nothing reads do not count."""
+    tag = {"type": "tag", "begin": "<", "end": ">"}
+    for leaf in NOT_KEPT:
+        schema = f'{{"$defs": {{"x": {leaf}}}, "items": {{"properties": {{"default": {leaf}}}}}, "type": "array"}}'
+        nested = json.dumps({"format": {**tag, "content": {"type": "json_schema", "json_schema": "SCHEMA"}}})
+        for params in (Params(json=leaf), Params(json=json.loads(schema)), Params(grammar=f"start: %json {schema}"),
+                       Params(structural_tag=nested.replace('"SCHEMA"', schema))):  # fmt: skip
+            if isinstance(params.json, dict) and ("0.1234" in leaf or "e-99" in leaf):  # a float already
+                continue
+            with pytest.raises(RequestError, match=r"it holds the number .*Allowed are whole numbers up to 2\^53"):
+                compiler.compile(params)
+        unread = json.loads(f'{{"const": 7, "default": {{"a": [{leaf}]}}, "examples": [{leaf}]}}')
+        assert verdict(Params(json=unread), "7", compiler, tokenizer) == "yes"
+    for text in ("9007199254740992", "-9007199254740991", "0.1", "0.30000000000000004", "-123456.75", "0.0000001"):
+        assert verdict(Params(json=f'{{"enum": [[{text}]]}}'), f"[{text}]", compiler, tokenizer) == "yes"
+
+
+def test_patterns_of_names_that_are_given_already(compiler, tokenizer):
+    """After the last of them came a comma, and then nothing."""
+    closed = {"type": "object", "properties": {"é": {"type": "integer"}, 'x"': {}}, "additionalProperties": False}
+    error = r"patternProperties .* fits only names that properties or required give"
+    for patterns, others in (
+        ({"^é$": {"minimum": 1}}, {}), ({'^(é|x")$': {}}, {}), ({"^y$": {}, "^é$": {}}, {"required": ["y"]}),
+        ({"^y$": {}}, {"allOf": [{"properties": {"y": {}}}]}), ({"^y$": {}}, {"oneOf": [{"properties": {"y": {}}}]}),
+        ({"^y$": {}}, {"anyOf": [{"type": "object"}, {"allOf": [{"$ref": "#/$defs/y"}]}]}),
+    ):  # fmt: skip
+        schema = {**closed, "patternProperties": patterns, **others}
+        for nested in (schema, {"anyOf": [{"type": "null"}, {"type": "array", "items": schema}]}):
+            with pytest.raises(RequestError, match=error):
+                compiler.compile(Params(json={**nested, "$defs": {"y": {"properties": {"y": {}}}}}))
+    either = {"anyOf": [closed, {"type": "object", "patternProperties": {"^é$": {}}, "additionalProperties": False}]}
+    assert verdict(Params(json=either), '{"é": "a"}', compiler, tokenizer) == "yes"
+    apart = {**closed, "allOf": [{"patternProperties": {"^é$": {"type": "integer"}}}]}
+    assert verdict(Params(json=apart), '{"é": 1}', compiler, tokenizer) == "yes"
+    for patterns, text in (({"^[éa]$": {"type": "integer"}}, '{"é": 1, "a": 2}'), ({"^é$": False}, "{}")):
+        schema = {**closed, "patternProperties": patterns}
+        assert verdict(Params(json=schema), text, compiler, tokenizer) == "yes"
+
+
+FILLINGS = ["\n", "\r\n", " \n\t", "[", '\\"', '"', "# x\n", "a ", "a\n", "-", '"b" |', "(", "::="]
+
+
+def test_long_grammars_take_linear_time():
+    """The time of our regular expressions grew with the square of a run of line ends: minutes for 100 KB."""
+    for filling in FILLINGS:
+        times = []
+        for size in (10_000, 160_000):
+            start = time.process_time()
+            with suppress(ValueError):
+                to_grammar(Params(grammar='root ::= "a" ' + filling * (size // len(filling))))
+            times.append(time.process_time() - start)
+        assert times[1] < 60 * times[0] + 0.2, (filling, times)  # of the square: 256 times as long
 
 
 def test_a_schema_that_is_too_deep(compiler):

@@ -1,8 +1,9 @@
 """Futures of ``LLM.submit``: whoever steps the engine resolves them, and ``result`` steps it itself if nobody does."""
 
 import asyncio
+import threading
+from concurrent.futures import CancelledError, as_completed, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from concurrent.futures import as_completed
 from itertools import pairwise
 
 import pytest
@@ -10,6 +11,7 @@ from helpers import generate, greedy, in_threads, prompt_of, run_ahead
 from leaks import check_is_empty
 
 from nanovllm import LLM, EngineError, RequestError, SamplingParams
+from nanovllm.engine.request import Request
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -18,7 +20,7 @@ def test_results_are_those_of_generate(make_llm, reference, ahead):
     llm = run_ahead(make_llm(max_num_seqs=3)) if ahead else make_llm(max_num_seqs=3)
     prompts = [prompt_of(5, seed=i) for i in range(8)]
     futures = [llm.submit(prompt, greedy(2 + i)) for i, prompt in enumerate(prompts)]
-    assert not any(future.done() for future in futures) and not futures[0].cancel()
+    assert not any(future.done() for future in futures) and futures[0].running()
     for i in (6, 0, 7, 3):
         output = futures[i].result()
         assert output["token_ids"] == reference(prompts[i], 2 + i) and output.request_id == str(futures[i].request_id)
@@ -138,3 +140,66 @@ def test_in_asyncio_and_as_completed(make_llm):
     futures = [llm.submit(prompt_of(5), greedy(n)) for n in (9, 2)]
     futures[0].result()
     assert {len(future.result()["token_ids"]) for future in as_completed(futures)} == {9, 2}
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_cancel_aborts(make_llm, reference, steps):
+    """Waiting, at its prompt or amid its tokens: its mates go on, and the blocks are free."""
+    llm, told = make_llm(max_num_seqs=2), []
+    first, mate, last = (llm.submit(prompt_of(5, seed=i), greedy(9)) for i in range(3))
+    for _ in range(steps):
+        llm.step()
+    for future in (first, last):
+        future.add_done_callback(told.append)
+        assert future.cancel() and future.cancelled() and future.done() and not future.running()
+        assert future.cancel()
+        with pytest.raises(CancelledError):
+            future.result()
+        with pytest.raises(CancelledError):
+            future.exception()
+    assert told == [first, last] and not llm.is_finished()
+    assert wait([first, last], 10).done == {first, last}
+    assert mate.result()["token_ids"] == reference(prompt_of(5, seed=1), 9) and not mate.cancel()
+    check_is_empty(llm)
+    orphan = llm.submit(prompt_of(5), greedy(3))
+    llm.exit()
+    assert orphan.cancel() and orphan.cancelled()
+
+
+def test_cancel_by_asyncio_and_from_another_thread(make_llm, reference):
+    llm = make_llm()
+
+    async def leave():
+        wrapped = asyncio.wrap_future(future)
+        llm.step()
+        wrapped.cancel()
+        await asyncio.sleep(0.01)
+
+    future = llm.submit(prompt_of(5), greedy(400))
+    asyncio.run(leave())
+    assert future.cancelled() and llm.is_finished()
+    future, mate = llm.submit(prompt_of(5), greedy(4000)), llm.submit(prompt_of(6), greedy(200))
+    thread = threading.Thread(target=future.cancel)
+    mate.result(0.05) if mate.done() else llm.step()
+    thread.start()
+    assert mate.result()["token_ids"] == reference(prompt_of(6), 200)
+    thread.join()
+    assert future.cancelled()
+    check_is_empty(llm)
+
+
+def test_a_loop_until_is_finished_resolves_every_future(monkeypatch):
+    """Texts are made on another thread: the last was still to come when ``is_finished`` was True."""
+    with LLM(device="cpu", num_kvcache_blocks=16, quiet=True) as llm:
+        monkeypatch.setattr(Request, "has_text", False)  # not yet there after any step
+        futures = [llm.submit("count to 30", greedy(n)) for n in (3, 7)]
+        while not llm.is_finished():
+            llm.step()
+        assert all(future.done() for future in futures)
+        future = llm.submit("count to 30", greedy(3))
+        llm.generate("2 + 3", greedy(9), use_tqdm=False)
+        assert not future.done() and llm.reset_prefix_cache() and future.done()  # for it an idle engine is enough
+        future = llm.submit("count to 30", greedy(3))
+        while (output := future.delta()) is None or not output.finished:
+            llm.step()
+        assert future.done() and llm.is_finished()

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -182,3 +183,34 @@ def test_bad_sampling_defaults(content, text, tmp_path):
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(CheckpointError, match=re.escape(text)):
         read_generation_config(tmp_path)
+
+
+@pytest.mark.parametrize("fields", [
+    {"architectures": 5}, {"architectures": {"0": "Qwen3ForCausalLM"}}, {"rope_parameters": {"full_attention": [3]}},
+    {"num_attention_heads": 2**20, "num_key_value_heads": 1, "head_dim": 2**20}, {"text_config": {"rope_scaling": "x"}},
+    {"architectures": ["MiniMaxM2ForCausalLM"], "rotary_dim": "x"}, {"quantization_config": [1]},
+    {"architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 10**12},
+    {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 2000, "num_experts_per_tok": 2, "num_hidden_layers": 5000,
+     "moe_intermediate_size": 64, "quantization_config": {"quant_method": "fp8"}},
+    {"layer_types": {"0": "full_attention"}}, {"eos_token_id": {"a": 1}}, {"num_hidden_layers": {}},
+], ids=str)  # fmt: skip
+def test_fields_of_other_forms(fields, make_checkpoint, tmp_path):
+    """Raw exceptions, or memory filled with descriptions."""
+    raw = json.loads(Path(make_checkpoint(), "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | fields))
+    (tmp_path / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        read_model_config(str(tmp_path))
+
+
+def test_a_quantization_that_is_no_object(make_checkpoint, tmp_path):
+    shutil.copy(Path(make_checkpoint(), "config.json"), tmp_path)
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": "FP8"}')
+    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json: quantization='FP8' must be an object or None"):
+        read_model_config(str(tmp_path))
+
+
+def test_a_huge_json_file(monkeypatch, make_checkpoint):
+    monkeypatch.setattr("nanovllm.utils.checkpoint.MAX_JSON_BYTES", 1 << 8)
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read .it has more than 0 MiB"):
+        read_model_config(make_checkpoint())

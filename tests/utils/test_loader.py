@@ -1,6 +1,8 @@
 """From safetensors to parameters: merged layers, tying, several files, the shards of each rank, refusals."""
 
 import math
+import os
+import re
 import shutil
 from pathlib import Path
 
@@ -74,6 +76,39 @@ def test_tied_embedding(head_in_file, make_checkpoint, copy_of):
     assert torch.equal(model.lm_head.weight, tensors_of(path)["model.embed_tokens.weight"])
     hidden = torch.randn(3, model.lm_head.weight.shape[1])
     torch.testing.assert_close(model.lm_head(hidden), hidden @ model.model.embed_tokens.weight.T)
+
+
+OTHER_HEADS = {  # what the head is, made of the embedding's copy
+    "last element": lambda head: head[-1, -1:].mul_(1.01),
+    "two rows swapped": lambda head: head[300:400:99].copy_(head[300:400:99].flip(0)),
+    "sign of one number": lambda head: head[257, :1].neg_(),
+}
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("chunk", (7, 4096))
+@pytest.mark.parametrize("case", OTHER_HEADS)
+def test_a_head_that_is_not_the_embedding(case, chunk, dtype, make_checkpoint, copy_of, monkeypatch):
+    """Of all rows: the first four alone were compared. With two ranks, the rank that has the rows says so."""
+    monkeypatch.setattr("nanovllm.models.loader.DIGEST_ROWS", chunk)
+
+    def edit(tensors):
+        head = tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].to(dtype, copy=True)
+        tensors["model.embed_tokens.weight"] = head.clone()
+        OTHER_HEADS[case](head)
+
+    path = copy_of(make_checkpoint(tie_word_embeddings=True, hidden_size=60), edit)
+    for tp in (SINGLE_RANK, TPGroup(1, 2)):
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight is not the embedding, but config.json ties them"):
+            load_model(build(path, tp), path)
+
+
+@pytest.mark.parametrize("shape", ([], [64], [512, 32], [500, 64], [513, 64], [1, 512, 64]))
+def test_a_tied_head_of_another_shape(shape, make_checkpoint, copy_of):
+    """Torch's own errors came through, or more rows were taken."""
+    path = copy_of(make_checkpoint(tie_word_embeddings=True), lambda t: t.update({"lm_head.weight": torch.ones(shape)}))
+    with pytest.raises(CheckpointError, match=re.escape(f"'lm_head.weight' has shape {shape}, expected [512, 64]")):
+        load_model(build(path), path)
 
 
 def merge(tensors):
@@ -319,6 +354,36 @@ def test_misshapen_tensor(tp, dim, name, shape, make_checkpoint, copy_of):
 
 
 UNREADABLE = r"model.safetensors cannot be read .*is the download complete"
+
+
+@pytest.mark.parametrize("name", ("model.safetensors", "model-00002-of-00002.safetensors"))
+def test_a_fifo_for_weights(name, make_checkpoint, copy_of):
+    """Opening it waited for ever."""
+    path = copy_of(make_checkpoint())
+    Path(path, name).unlink(missing_ok=True)
+    os.mkfifo(Path(path, name))
+    with pytest.raises(CheckpointError, match=rf"{name} cannot be read \(it is no regular file\)"):
+        load_model(build(path), path)
+
+
+@pytest.mark.parametrize("in_another_file", (False, True))
+@pytest.mark.parametrize("tied", (False, True))
+def test_a_model_without_the_prefix(in_another_file, tied, make_checkpoint, copy_of):
+    """It has an LM head where a file has; it was refused as a decoder alone."""
+
+    def edit(tensors):
+        head = tensors.pop("lm_head.weight", tensors["model.embed_tokens.weight"].clone())
+        named = {name.removeprefix("model."): tensors.pop(name) for name in list(tensors)}
+        tensors |= named | ({} if in_another_file else {"lm_head.weight": head})
+        heads["lm_head.weight"] = head
+
+    whole, heads = make_checkpoint(tie_word_embeddings=tied), {}
+    path = copy_of(whole, edit)
+    if in_another_file:
+        save_file(heads, Path(path) / "other.safetensors")
+    model, want = loaded(path), loaded(whole).state_dict()
+    assert model.config.has_lm_head
+    assert all(torch.equal(tensor, want[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize(("damage", "text"), [

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """Names a PEFT adapter. Two with the same path are the same adapter, unless one is ``load_inplace``: read again."""
+    """Names a PEFT adapter by its path. It is read again where its files changed, or with ``load_inplace``."""
 
     lora_name: str
     lora_int_id: int

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from nanovllm.contrib.as_vllm import options, processors
 from nanovllm.contrib.as_vllm.pooling import PoolingOutput, checked, usable
 from nanovllm.contrib.as_vllm.sampling import RequestOutputKind, SamplingParams, flatten_logprobs, snapshots
 from nanovllm.contrib.as_vllm.worker import worker_class
+from nanovllm.contrib.tool_calls import with_parsed_arguments
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.llm import is_one_prompt
 from nanovllm.outputs import EmbeddingOutput, PoolingRequestOutput, RequestOutput, ScoringOutput
@@ -42,6 +44,7 @@ class LLMEngine:
         self.model_executor = self._worker = make_worker(self._llm, config)
         self._processors = processors.load(keywords.get("logits_processors"), config, self._llm.model_runner.device)
         self._requests: dict[str, tuple[Any, RequestOutputKind]] = {}  # future, kind; by the user's name
+        self._waiting: dict[str, tuple[Any, ...]] = {}  # arguments of ``_start``, until the engine is idle
         self._profile: Any = None  # torch's profiler, while it runs
 
     @classmethod
@@ -95,16 +98,29 @@ class LLMEngine:
 
     def add_request(self, request_id: str, prompt: Any, params: Any, arrival_time: float | None = None,
                     lora_request: Any = None, **others: Any) -> str:
-        """Queue a prompt: text, token ids or a dictionary."""
+        """Queue a prompt: text, token ids or a dictionary. With another adapter it waits for the requests before it."""
         refuse("add_request", **others)
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a string, not {type(request_id).__name__}")
-        if request_id in self._requests:
+        if request_id in self._requests or request_id in self._waiting:
             raise RequestError(f"request_id={request_id!r} is in use by an unfinished request.")
-        self._adapt(lora_request)
-        future = self.awake().submit(as_prompt(prompt), snapshots(params, self._processors))
-        self._requests[request_id] = future, getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)
+        kind = getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)
+        request = lora_request, kind, as_prompt(prompt), snapshots(params, self._processors)
+        if self._waiting or not self._fits(lora_request):
+            self.awake().submit(*request[2:]).cancel()  # raises what can never be served
+            self._waiting[request_id] = request
+        else:
+            self._start(request_id, *request)
         return request_id
+
+    def _start(self, request_id: str, lora_request: Any, kind: RequestOutputKind, prompt: Any, params: Any) -> None:
+        self._adapt(lora_request)
+        self._requests[request_id] = self.awake().submit(prompt, params), kind
+
+    def _fits(self, lora_request: Any) -> bool:
+        """Whether a request may start: it needs the weights of the unfinished ones, or there are none."""
+        needs_others = getattr(lora_request, "load_inplace", False) or version_of(lora_request) != self._worker.lora
+        return not (self._keywords.get("enable_lora") and self._requests and needs_others)
 
     def _adapt(self, lora_request: Any) -> None:
         """Merge a request's adapter into the weights in place of the one before, which takes an idle engine."""
@@ -112,35 +128,50 @@ class LLMEngine:
             if lora_request is not None:
                 raise RequestError(f"lora_request={lora_request!r:.200} needs LLM(enable_lora=True).")
             return
-        lora, worker = None if lora_request is None else lora_request.lora_path, self._worker
+        lora, worker = version_of(lora_request), self._worker
         if lora is not None and worker.lora is None and worker.has_new_weights:
             raise RequestError(
                 "a lora_request after new weights were loaded is not supported: nanovllm merges adapters into the "
                 "checkpoint's weights. Call collective_rpc('reload_weights'), or save a new checkpoint."
             )
         if worker.lora != lora or getattr(lora_request, "load_inplace", False):
-            self.awake().update_weights(lora=lora)
+            if self._requests:
+                raise EngineError(
+                    f"lora_request={lora_request!r:.200} needs other weights than the unfinished requests of "
+                    "add_request. Call step() until has_unfinished_requests() is False; or add_request, which waits."
+                )
+            self.awake().update_weights(lora=None if lora is None else lora[0])
             worker.lora, worker.has_new_weights = lora, False
 
+    def _without_adapter(self) -> Any:
+        """nanovllm's engine with the checkpoint's own weights."""
+        self._adapt(None)
+        return self.awake()
+
     def has_unfinished_requests(self) -> bool:
-        return bool(self._requests)
+        return bool(self._requests or self._waiting)
 
     def get_num_unfinished_requests(self) -> int:
-        return len(self._requests)
+        return len(self._requests) + len(self._waiting)
 
     def abort_request(self, request_id: str | list[str], *_: Any, **__: Any) -> None:
         """Ids that are unknown or finished are passed over."""
         for name in [request_id] if isinstance(request_id, str) else request_id:
+            self._waiting.pop(name, None)
             if name in self._requests:
                 self._llm.abort(self._requests.pop(name)[0].request_id)
 
     def step(self) -> list[RequestOutput]:
         """Outputs of requests with new tokens, as their ``output_kind`` asks."""
+        while self._waiting and self._fits(next(iter(self._waiting.values()))[0]):
+            name = next(iter(self._waiting))
+            self._start(name, *self._waiting.pop(name))
         try:
             self.awake().step()
         except BaseException:
             if self._llm.is_finished():
                 self._requests.clear()  # they were dropped
+                self._waiting.clear()
             raise
         outputs = []
         for name, (future, kind) in list(self._requests.items()):
@@ -229,6 +260,7 @@ class LLM(LLMEngine):
              **others: Any) -> list[RequestOutput]:
         """Answer one conversation or many. Raises what ``generate`` raises."""
         refuse("chat", **others)
+        messages = with_parsed_arguments(messages)
         return self._complete(
             "chat", messages, sampling_params, lora_request, use_tqdm, chat_template=chat_template, tools=tools,
             add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
@@ -243,10 +275,10 @@ class LLM(LLMEngine):
 
     def embed(self, prompts: Any, *, use_tqdm: bool | Callable = True, pooling_params: Any = None,
               **others: Any) -> list[PoolingRequestOutput]:
-        """``outputs.embedding`` of each prompt."""
+        """``outputs.embedding`` of each prompt, without the checkpoint's default prompt, as in vLLM."""
         refuse("embed", **others)
-        params = checked("embed", pooling_params)
-        return usable(self.awake().embed(as_prompts(prompts), params.is_active, params.dimensions, use_tqdm))
+        params, embed = checked("embed", pooling_params), self._without_adapter().embed
+        return usable(embed(as_prompts(prompts), params.is_active, params.dimensions, use_tqdm, instruction=""))
 
     def classify(self, prompts: Any, *, use_tqdm: bool | Callable = True, pooling_params: Any = None,
                  **others: Any) -> list[PoolingRequestOutput]:
@@ -255,7 +287,7 @@ class LLM(LLMEngine):
         params = checked("classify", pooling_params)
         if params.is_active is False or params.dimensions is not None:
             raise RequestError("classify: logits without activation, and dimensions, are not supported.")
-        return usable(self.awake().classify(as_prompts(prompts), use_tqdm))
+        return usable(self._without_adapter().classify(as_prompts(prompts), use_tqdm))
 
     def encode(self, prompts: Any, pooling_params: Any = None, *, use_tqdm: bool | Callable = True,
                pooling_task: str | None = None, **others: Any) -> list[PoolingRequestOutput]:
@@ -287,18 +319,28 @@ class LLM(LLMEngine):
             first *= len(second)
         if len(first) != len(second):
             raise RequestError(f"score: {len(first)} texts and {len(second)}; give one, or as many.")
-        llm = self.awake()
+        llm = self._without_adapter()
         if llm.config.model_config.num_labels or llm.config.model_config.label_tokens:
             return usable(llm.rerank(first, second, template="{query}{document}", use_tqdm=use_tqdm))
-        outputs = usable(llm.embed(second, True, use_tqdm=use_tqdm))
+        outputs = usable(llm.embed(second, True, use_tqdm=use_tqdm, instruction=""))
         queries = list(dict.fromkeys(first))
-        embeddings = {text: x.embedding for text, x in zip(queries, llm.embed(queries, True), strict=True)}
+        of_queries = llm.embed(queries, True, instruction="")
+        embeddings = {text: x.embedding for text, x in zip(queries, of_queries, strict=True)}
         for text, output in zip(first, outputs, strict=True):
             output.outputs = ScoringOutput(float(np.dot(embeddings[text], output.embedding)))
         return outputs
 
     def reward(self, *_: Any, **__: Any) -> Any:
         raise EngineError("reward of vLLM, a score for every token, is not supported by nanovllm; see classify.")
+
+
+def version_of(lora_request: Any) -> tuple | None:
+    """Path of an adapter, and marks of its files, which tell whether it was saved again; None of none."""
+    if lora_request is None:
+        return None
+    path = lora_request.lora_path
+    stats = [file.stat() for file in sorted(Path(path).expanduser().glob("adapter_*"))]  # none of a hub id
+    return path, *((s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats)
 
 
 def as_prompts(prompts: Any, prompt_token_ids: Any = None) -> Any:

@@ -121,8 +121,6 @@ def to_nanovllm(keywords: dict[str, Any]) -> dict[str, Any]:
     given["kvcache_block_size"] = block_size or 256
     if blocks is not None:  # blocks of vLLM's default size
         given["num_kvcache_blocks"] = -(-blocks * (block_size or 16) // given["kvcache_block_size"])
-    if "max_num_batched_tokens" in given:
-        given.setdefault("max_num_seqs", min(512, given["max_num_batched_tokens"]))
     if (method := given.get("quantization")) in PUBLISHED:
         config = config_of(keywords["model"], given.get("revision"))
         if (published := config.model_config.quant_method) != method:

@@ -17,7 +17,7 @@ class DriverWorker:
 
     Attributes:
         is_paused: no request is taken (sleep of level 0).
-        lora: path of the adapter that is merged into the weights, or None.
+        lora: the adapter that is merged into the weights, with marks of its files; or None.
         has_new_weights: whether some are not the checkpoint's, adapters apart.
     """
 
@@ -26,7 +26,7 @@ class DriverWorker:
 
     def __init__(self, llm: LLM, vllm_config: Any):
         self._llm, self.is_paused = llm, False
-        self.lora: str | None = None
+        self.lora: tuple | None = None
         self.has_new_weights = False
         self.vllm_config, self.device = vllm_config, llm.model_runner.device
         model, worker = llm.model_runner.model, weakref.proxy(self)  # the model must not keep its engine alive

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
-from nanovllm.errors import EngineError, OutOfMemoryError
+from nanovllm.errors import EngineError, NanoVLLMError, OutOfMemoryError, as_request_error
 from nanovllm.llm import LLM, Prompt
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -55,8 +55,8 @@ class EngineThread:
                     submitted = llm.submit(prompt, params)
                     submitted.add_done_callback(done.append)
                     waiting[submitted] = future
-                except Exception as error:
-                    future.set_exception(error)
+                except BaseException as error:
+                    future.set_exception(error if isinstance(error, NanoVLLMError) else as_request_error(error))
             try:
                 llm.step()
             except Exception as error:

@@ -15,6 +15,7 @@ from nanovllm import ConfigError, RequestError, RequestOutput, SamplingParams
 from nanovllm.contrib.integrations.engine_thread import EngineThread
 from nanovllm.contrib.jobs.files import without_nones
 from nanovllm.contrib.jobs.rows import ready
+from nanovllm.errors import as_request_error
 
 try:
     import pyarrow as pa
@@ -130,6 +131,17 @@ class Engine:
         return pa.table({**dict(zip(rest.column_names, rest.columns, strict=True)), **columns})
 
     async def _complete(self, row: dict[str, Any]) -> RequestOutput:
+        try:
+            prompt, params = self._request(row)
+        except BaseException as error:
+            refused = as_request_error(error)
+            raise refused from refused.__cause__
+        output = await asyncio.wrap_future(self._engine.submit(prompt, params))
+        if output["finish_reason"] == "error":
+            raise RequestError(str(output.outputs[0].stop_reason))
+        return output
+
+    def _request(self, row: dict[str, Any]) -> tuple[dict[str, Any], SamplingParams]:
         llm, text, ids = self._engine.llm, row.get("prompt"), row.get("tokenized_prompt")
         # Arrow gives the dictionaries of a column the same keys; those that a row did not name are None
         given, messages = without_nones(row.get("sampling_params")), without_nones(row.get("messages"))
@@ -145,11 +157,7 @@ class Engine:
             raise RequestError('a row needs "messages", "prompt" or "tokenized_prompt".')
         if text is not None and ids is None:
             (ids,) = llm.tokenize([text], add_special_tokens=not messages)
-        prompt = {"prompt": text, "prompt_token_ids": ids}
-        output = await asyncio.wrap_future(self._engine.submit(prompt, params))
-        if output["finish_reason"] == "error":
-            raise RequestError(str(output.outputs[0].stop_reason))
-        return output
+        return {"prompt": text, "prompt_token_ids": ids}, params
 
 
 def _items(logprobs: Any) -> list | None:

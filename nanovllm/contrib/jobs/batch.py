@@ -49,9 +49,12 @@ def run(args: Any) -> int:
     used = {*USED, args.id_column, args.prompt_column, args.messages_column}
     if unused := [name for name in source.columns if name not in used]:
         say(f"Columns of IN that are not used: {', '.join(unused):.300}.")
-    output = Output(path, source.ids_are_integers)
+    output = Output(path, source.ids_are_integers, source.id_names)
+    written = output.written()
+    if shared := [file for file in source.files if file.resolve() in written]:
+        raise ConfigError(f"OUT={path}: the job would write to {shared[0]}, which is a file of IN. Give another OUT.")
     if args.metrics:
-        if Path(args.metrics).resolve() in (there, out):
+        if Path(args.metrics).resolve() in {there, *written}:
             raise ConfigError(f"--metrics {args.metrics}: it is IN or OUT, and would be appended to.")
         end_last_line(Path(args.metrics))
     with begun(output, facts_of(args, model_path, source), args.overwrite):

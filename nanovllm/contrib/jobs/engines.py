@@ -22,7 +22,7 @@ import numpy as np
 from nanovllm.config import Config
 from nanovllm.contrib.jobs.files import Input
 from nanovllm.contrib.jobs.rows import Row, error_record, record_of, request_of
-from nanovllm.errors import ConfigError, EngineError, NanoVLLMError, RequestError
+from nanovllm.errors import ConfigError, EngineError, NanoVLLMError, as_request_error
 from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -45,8 +45,8 @@ def complete(args: Any, rows: Iterator[Row], rank: int = 0) -> Records:
                 try:
                     prompt, template, params = request_of(row, args)
                     future = llm.submit(prompt if template is None else chat_prompt(llm, prompt, template), params)
-                except RequestError as error:
-                    yield error_record(row, error), (0, 0, 0)
+                except BaseException as error:
+                    yield error_record(row, as_request_error(error)), (0, 0, 0)
                     continue
                 pending[future] = row, params
                 future.add_done_callback(done.append)
@@ -56,10 +56,14 @@ def complete(args: Any, rows: Iterator[Row], rank: int = 0) -> Records:
                 while done:
                     future = done.popleft()
                     of_row, params = pending.pop(future)
-                    output = future.result()
+                    try:
+                        output = future.result()
+                        record = record_of(of_row, output, params, args.model or "demo")
+                    except BaseException as error:  # its text, or its log-probabilities
+                        yield error_record(of_row, as_request_error(error)), (0, 0, 0)
+                        continue
                     num_generated = sum(len(o.token_ids) for o in output.outputs)
-                    counts = len(output.prompt_token_ids), output.num_cached_tokens, num_generated
-                    yield record_of(of_row, output, params, args.model or "demo"), counts
+                    yield record, (len(output.prompt_token_ids), output.num_cached_tokens, num_generated)
         metrics.write(llm)
 
 

@@ -9,7 +9,7 @@ import json
 import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import count, filterfalse, islice
 from pathlib import Path
 from time import monotonic
@@ -20,11 +20,12 @@ import numpy as np
 import xxhash
 
 from nanovllm.contrib.jobs.rows import Row, hash_of, row_of
-from nanovllm.errors import ConfigError, RequestError
+from nanovllm.errors import ConfigError, NanoVLLMError, RequestError
 
 PART_ROWS, PART_SECONDS = 10_000, 60.0  # a part of parquet is written when either is reached
-PARQUET_COLUMNS = ("custom_id", "text", "finish_reason", "stop_reason", "prompt_tokens", "completion_tokens", "outputs",
-                   "prompt_logprobs", "response", "error")  # fmt: skip
+ANSWER_COLUMNS = ("text", "finish_reason", "stop_reason", "prompt_tokens", "completion_tokens", "outputs",
+                  "prompt_logprobs", "response", "error")  # of parquet
+ANNOTATIONS = {"title", "description", "default", "examples", "$comment"}  # of a JSON schema: they allow all values
 CHUNK = 1 << 20  # bytes
 Values = dict[str, Any] | RequestError  # of a row, or why it cannot be read
 
@@ -47,23 +48,46 @@ def read_jsonl(path: Path) -> Iterator[Values]:
 
 def read_csv(path: Path) -> Iterator[Values]:
     csv.field_size_limit(2**31 - 1)
+    end = 0  # line of the last row, or of the header
     with path.open(newline="", encoding="utf-8-sig") as file:
-        for values in (rows := csv.DictReader(file)):
-            if None in values:
-                yield RequestError(f"line {rows.line_num} of {path.name} has more fields than the header.")
-            else:
-                yield without_nones(values)
+        rows = csv.DictReader(file, strict=True)
+        try:
+            end = rows.line_num if rows.fieldnames else 0
+            for values in rows:
+                end = rows.line_num
+                if None in values:
+                    yield RequestError(f"line {end} of {path.name} has more fields than the header.")
+                else:
+                    yield without_nones(values)
+        except csv.Error as error:
+            raise ConfigError(f"{path} cannot be read: the row from line {end + 1} on has a quote that is not closed, "
+                              f"or not doubled within a text ({error}).") from None  # fmt: skip
 
 
 def read_parquet(path: Path) -> Iterator[Values]:
     for batch in import_parquet().ParquetFile(path).iter_batches(256):
-        yield from map(without_nones, batch.to_pylist())
+        for values in batch.to_pylist():
+            for name, value in values.items():
+                try:
+                    values[name] = without_nones(value)
+                except RequestError as error:
+                    values[name] = RequestError(f"{name!r}: {error}")
+            yield {name: value for name, value in values.items() if value is not None}
 
 
 def without_nones(value: Any) -> Any:
-    """Arrow gives every row all columns, and every struct all fields; a short line of CSV has None at its end."""
+    """Arrow gives every row all columns, and every struct all fields; a short line of CSV has None at its end.
+
+    Raises:
+        RequestError: a JSON schema means another thing with and without a null. In others a null means nothing.
+    """
     if isinstance(value, dict):
-        return {name: without_nones(x) for name, x in value.items() if x is not None}
+        kept = {name: without_nones(x) for name, x in value.items() if x is not None}
+        is_const = "const" in value and kept.keys() <= ANNOTATIONS
+        if is_const or any(kept[name] != value[name] for name in ("const", "enum") if name in kept):
+            raise RequestError(f"{value!r:.200} may hold a null, or fields that are absent: Arrow keeps both as null. "
+                               "Give the JSON schema as text.")  # fmt: skip
+        return kept
     return [without_nones(x) for x in value] if isinstance(value, list) else value
 
 
@@ -73,6 +97,16 @@ def import_parquet() -> Any:
     except ImportError:
         raise ConfigError("parquet needs pyarrow: pip install 'nanovllm[parquet]'.") from None
     return pyarrow.parquet
+
+
+def read(path: Path, remedy: str = "") -> Iterator[Any]:
+    """The values of each row of a file; raises ConfigError with the remedy where it is damaged."""
+    try:
+        yield from READERS[path.suffix](path)
+    except Exception as error:  # of decoding, and pyarrow's, whose OSErrors have no number
+        if isinstance(error, NanoVLLMError) or getattr(error, "errno", None) is not None:
+            raise
+        raise ConfigError(f"{path} cannot be read: {error}{remedy}") from None
 
 
 READERS: dict[str, Callable[[Path], Iterator]] = {".jsonl": read_jsonl, ".parquet": read_parquet, ".csv": read_csv}
@@ -87,6 +121,7 @@ class Input:
     Attributes:
         hashes: of the rows' ids, uint64 [N]: all that is kept of a row.
         columns: of any row.
+        id_names: of the columns that ids are from.
         ids_are_integers: whether all ids are 64-bit integers.
     """
 
@@ -94,11 +129,15 @@ class Input:
         self.files = sorted(f for f in path.iterdir() if f.suffix in READERS) if path.is_dir() else [path]
         if not self.files or self.files[0].suffix not in READERS:
             raise ConfigError(f"IN={path} must be a {', '.join(READERS)} file, or a directory that holds some.")
+        if special := [file for file in self.files if file.exists() and not file.is_file()]:
+            raise ConfigError(f"IN={special[0]} is a folder or a pipe; it must be a file, for it is read twice.")
         self._id_column = id_column
         hashes, columns, self.ids_are_integers = array("Q"), dict[str, None](), True
+        self.id_names = set[str]()
         for row in self.rows():
             hashes.append(hash_of(row.key))
             columns.update(dict.fromkeys(row.values))
+            self.id_names.add(row.name)
             self.ids_are_integers &= isinstance(row.key, int) and -(2**63) <= row.key < 2**63
         if not hashes:
             raise ConfigError(f"IN={path} holds no rows.")
@@ -116,11 +155,8 @@ class Input:
     def rows(self) -> Iterator[Row]:
         numbers = count()
         for file in self.files:
-            try:
-                for values in READERS[file.suffix](file):
-                    yield row_of(values, next(numbers), self._id_column)
-            except (ValueError, csv.Error) as error:  # of decoding, and pyarrow's, are ValueErrors
-                raise ConfigError(f"{file} cannot be read: {error}") from None
+            for values in read(file):
+                yield row_of(values, next(numbers), self._id_column)
 
     def rows_to_do(self, todo: np.ndarray) -> Iterator[Row]:
         """The rows of bool ``todo`` [N], read again; raises ConfigError if the first N are no longer the same."""
@@ -157,7 +193,7 @@ def fingerprint(files: list[Path], num_bytes: int | None = None) -> str:
 class Output:
     """Records: lines of a .jsonl file, or parts of parquet in a directory, where nested values are JSON text."""
 
-    def __init__(self, path: Path, ids_are_integers: bool):
+    def __init__(self, path: Path, ids_are_integers: bool, id_names: Iterable[str] = ()):
         self.path, self.is_parquet = path, path.suffix != ".jsonl"
         if not path.parent.is_dir():
             raise ConfigError(f"OUT={path}: there is no directory {path.parent}.")
@@ -167,7 +203,11 @@ class Output:
             )
         if self.is_parquet:
             import_parquet()
-        self._integers = {"prompt_tokens", "completion_tokens"} | ({"custom_id"} if ids_are_integers else set())
+        elif path.exists() and not path.is_file():
+            raise ConfigError(f"OUT={path} is a folder or a pipe; it must be a file, for a job that goes on reads it.")
+        id_names = {"custom_id", *id_names} - {*ANSWER_COLUMNS}
+        self._columns = *sorted(id_names), *ANSWER_COLUMNS
+        self._integers = {"prompt_tokens", "completion_tokens"} | (id_names if ids_are_integers else set())
         self._rows: list[dict[str, Any]] = []  # of the part that is written next
         self._flushed_at = monotonic()
 
@@ -175,6 +215,11 @@ class Output:
         """The files that hold something."""
         files = sorted(self.path.glob("part-*.parquet")) if self.is_parquet else [self.path]
         return [file for file in files if file.exists() and file.stat().st_size]
+
+    def written(self) -> set[Path]:
+        """The files that the job writes, links followed."""
+        beside = (self.path.resolve(), *beside_output(self.path))
+        return {path.resolve() for path in (*self.files(), *beside, *map(temporary_of, beside))}
 
     def scan(self, retry_errors: bool) -> tuple[np.ndarray, int]:
         """Hashes of the ids that are there, and how many are errors; damaged lines, and errors to retry, are cut."""
@@ -188,7 +233,7 @@ class Output:
             num_cut = 0
             if not self.is_parquet:
                 end_last_line(file)
-            for record in READERS[file.suffix](file):
+            for record in read(file, " Without this file its rows are done again."):
                 if is_cut(record):
                     num_cut += 1
                 else:
@@ -196,13 +241,13 @@ class Output:
                     num_errors += record.get("error") is not None
             if num_cut:
                 with replacing(file) as new:
-                    self._write(filterfalse(is_cut, READERS[file.suffix](file)), new)
+                    self._write(filterfalse(is_cut, read(file)), new)
         return np.frombuffer(hashes, np.uint64), num_errors
 
     @contextmanager
     def opened(self) -> Iterator[None]:
         if self.is_parquet:
-            self.path.mkdir(exist_ok=True)
+            self.path.resolve().mkdir(exist_ok=True)  # a link may point to nothing
         with nullcontext() if self.is_parquet else self.path.open("ab") as self._file:
             try:
                 yield
@@ -232,23 +277,31 @@ class Output:
             return
         import pyarrow
 
-        types = {name: pyarrow.int64() if name in self._integers else pyarrow.string() for name in PARQUET_COLUMNS}
+        types = {name: pyarrow.int64() if name in self._integers else pyarrow.string() for name in self._columns}
+
+        def as_text(x: Any) -> str:  # half of a surrogate pair is no UTF-8
+            return x.encode(errors="backslashreplace").decode() if isinstance(x, str) else json.dumps(x)
+
         rows = [
-            {k: x if x is None or isinstance(x, str) or k in self._integers else json.dumps(x) for k, x in row.items()}
-            for row in records
+            {k: x if x is None or k in self._integers else as_text(x) for k, x in row.items()} for row in records
         ]
         import_parquet().write_table(pyarrow.Table.from_pylist(rows, pyarrow.schema(types)), file)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Any]:
-    """A file that takes the path's place once it is whole and on disk."""
-    temporary = path.with_name("." + path.name)
+    """A file that takes the path's place once it is whole and on disk; where that is a link, its target's place."""
+    path = path.resolve()
+    temporary = temporary_of(path)
     with temporary.open("wb") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def temporary_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp")  # no suffix that an input has
 
 
 def end_last_line(path: Path) -> None:
@@ -264,13 +317,19 @@ def end_last_line(path: Path) -> None:
 # ---------------------------------------------------------------- what it was made with
 
 
+def beside_output(path: Path) -> tuple[Path, Path]:
+    """OUT.run.json and the lock: one for all links to an output."""
+    path = path.resolve()
+    return path.with_name(path.name + ".run.json"), path.with_name(f".{path.name}.lock")
+
+
 @contextmanager
 def begun(output: Output, facts: dict[str, Any], overwrite: bool) -> Iterator[None]:
     """Lock an output while a job writes to it. OUT.run.json remembers the facts that it is made with."""
-    path, run_file = output.path, output.path.with_name(output.path.name + ".run.json")
+    path, (run_file, lock) = output.path, beside_output(output.path)
     facts = json.loads(json.dumps(facts))  # as it is read
     try:
-        with filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=0):
+        with filelock.FileLock(lock, timeout=0):
             if overwrite:
                 for file in output.files():
                     file.unlink()
@@ -287,10 +346,11 @@ def begun(output: Output, facts: dict[str, Any], overwrite: bool) -> Iterator[No
 def check_unchanged(path: Path, run_file: Path, facts: dict[str, Any]) -> None:
     if not run_file.exists():
         raise ConfigError(f"{path} exists and is not of a batch job; give another OUT, or --overwrite.")
-    try:
-        before = json.loads(run_file.read_text())
-    except ValueError:
-        raise ConfigError(f"{run_file} is damaged; give another OUT, or --overwrite.") from None
+    before = None
+    with suppress(ValueError, RecursionError):
+        before = json.loads(run_file.read_bytes())
+    if not isinstance(before, dict):
+        raise ConfigError(f"{run_file} is damaged; give another OUT, or --overwrite.")
     changed = [name for name in {**before, **facts} if before.get(name) != facts.get(name)]
     if changed and changed != ["model"]:  # the same files under another name are the same model
         lines = [f"  {name}: {before.get(name)!r:.200} then, {facts.get(name)!r:.200} now\n" for name in changed]

@@ -25,6 +25,8 @@ def run(args: Any) -> int:
     source, output = Path(args.metrics), Path(args.output)
     if output.suffix not in (".html", ".png"):
         raise ConfigError(f"OUT={output} must end in .html or .png.")
+    if output.resolve() == source.resolve():
+        raise ConfigError(f"OUT={output} is METRICS, and would be overwritten; give another OUT.")
     seconds, charts, totals = read(source)
     try:
         import matplotlib

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
+from nanovllm.contrib.tool_calls import with_parsed_arguments
 from nanovllm.errors import RequestError
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -32,6 +33,7 @@ class Row(NamedTuple):
     key: str | int  # its id
     values: dict[str, Any]
     error: RequestError | None = None  # why it cannot be served
+    name: str = "custom_id"  # of the column that the id is from
 
     @property
     def is_openai(self) -> bool:
@@ -48,12 +50,13 @@ def row_of(values: dict[str, Any] | RequestError, number: int, id_column: str | 
         name = next((name for name in ("custom_id", "id") if name in values), None)
     key = by_number if name is None else values.get(name)
     if isinstance(key, (str, int)) and not isinstance(key, bool) and key != "":
-        return Row(key, values)
+        error = next((value for value in values.values() if isinstance(value, RequestError)), None)
+        return Row(key, values, error, name or "custom_id")
     return Row(by_number, values, RequestError(f"the row's {name!r} must be a text or an integer, not {key!r:.100}."))
 
 
 def hash_of(key: str | int) -> int:
-    return xxh3_64_intdigest(str(key).encode(errors="surrogatepass"))
+    return xxh3_64_intdigest(str(key).encode(errors="backslashreplace"))  # as an output holds it
 
 
 def row_seed(seed: int | None, key: str | int) -> int:
@@ -76,6 +79,7 @@ def request_of(row: Row, args: Any) -> tuple[Any, dict[str, Any] | None, Samplin
         content, own, is_chat = plain_request(row.values, args)
     if is_chat and not (isinstance(content, list) and content and all(isinstance(m, dict) for m in content)):
         raise RequestError(f"messages must be a list of objects with role and content, not {content!r:.100}.")
+    content = with_parsed_arguments(content) if is_chat else content
     template.setdefault("add_generation_prompt", not template.get("continue_final_message"))  # as in LLM.chat
     params = replace(args.base_params, **ready(own))
     if own.get("seed") in (None, -1):  # never from the engine's running number: a resumed job draws the same
@@ -136,7 +140,7 @@ def ready(values: dict[str, Any]) -> dict[str, Any]:
     if isinstance(values.get("structured_outputs"), dict):
         values["structured_outputs"] = StructuredOutputsParams(**values["structured_outputs"])
     if isinstance(values.get("logit_bias"), dict):
-        values["logit_bias"] = {int(i) if str(i).isdigit() else i: x for i, x in values["logit_bias"].items()}
+        values["logit_bias"] = {int(i) if str(i).isdecimal() else i: x for i, x in values["logit_bias"].items()}
     return values
 
 
@@ -165,8 +169,9 @@ def record_of(row: Row, output: RequestOutput, params: SamplingParams, model: st
               "completion_tokens": sum(len(o.token_ids) for o in output.outputs)}  # fmt: skip
     if row.is_openai:
         return openai_record(row, output, counts, params, model)
-    record: dict[str, Any] = {"custom_id": row.key, "text": first.text, "finish_reason": first.finish_reason,
-                              "stop_reason": first.stop_reason, **counts}  # fmt: skip
+    record: dict[str, Any] = {"custom_id": row.key, row.name: row.key, "text": first.text,
+                              "finish_reason": first.finish_reason, "stop_reason": first.stop_reason,
+                              **counts}  # fmt: skip
     if params.n > 1 or params.logprobs is not None or not params.detokenize:
         names = ("text", "finish_reason", "stop_reason", "token_ids")
         record["outputs"] = [
@@ -180,8 +185,8 @@ def record_of(row: Row, output: RequestOutput, params: SamplingParams, model: st
 
 
 def error_record(row: Row, error: Exception) -> dict[str, Any]:
-    answer = {"response": None} if row.is_openai else {"text": None}
-    return {"custom_id": row.key, **answer, "error": {"type": type(error).__name__, "message": str(error)}}
+    why = {"type": type(error).__name__, "message": str(error)}
+    return {"custom_id": row.key, row.name: row.key, "response" if row.is_openai else "text": None, "error": why}
 
 
 def openai_record(row: Row, output: RequestOutput, counts: dict[str, int], params: SamplingParams,

@@ -6,6 +6,8 @@ here. Everything wrong with a source is a ValueError with the reason.
 
 import json
 import re
+from contextlib import suppress
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from nanovllm.sampling_params import StructuredOutputsParams
@@ -16,9 +18,29 @@ ANY_TEXT = "/(?s:.)*/"
 # Bounded: a model that is unsure what comes next goes on with whitespace, as long as it may.
 JSON_WHITESPACE = r"\n?[ \t]{0,20}"
 # of EBNF: a text, a set of characters; a comment, a line's end within a rule; any character; the name of the first rule
+# Its time is linear: a text that does not end is taken to its line's end, lest each of its characters begin a search.
 EBNF_PART = re.compile(
-    r'"(?:[^"\\\n]|\\.)*"|\[(?:[^\]\\\n]|\\.)*\]|#[^\n]*|\r?\n(?!\s*[\w-]+\s*::=)|\.|(?<![\w-])root(?![\w-])'
+    r'"(?:[^"\\\n]|\\.)*"?|\[(?:[^\]\\\n]|\\.)*\]?|#[^\n]*|\r?\n(?!\s*[\w-]+\s*::=)|\.|(?<![\w-])root(?![\w-])'
 )
+
+MAX_INTEGER = 2**53  # llguidance reads every number of a schema as a float
+NOT_KEPT = (
+    "it holds the number {!s:.100}, which llguidance would change, as it reads numbers as floats. Allowed are whole "
+    "numbers up to 2^53 = 9007199254740992, and decimals of 15 digits: round it, or leave it out"
+)
+NO_MORE_NAMES = (
+    "patternProperties {} fits only names that properties or required give, and additionalProperties allows no others: "
+    "put its rules at these properties, and leave it out"
+)
+ZERO = {"const": 0}
+# What the value of a JSON schema's keyword holds: schemas by name, one schema or a list of them, or data of the reader
+# alone. Of others: data that counts.
+INSIDE = {
+    **dict.fromkeys(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"), "names"),
+    **dict.fromkeys(("items", "prefixItems", "additionalItems", "additionalProperties", "contains", "propertyNames",
+                     "allOf", "anyOf", "oneOf", "not", "if", "then", "else"), "schema"),
+    **dict.fromkeys(("default", "examples", "example"), "ignored"),
+}  # fmt: skip
 
 
 def to_grammar(params: StructuredOutputsParams) -> str:
@@ -28,7 +50,7 @@ def to_grammar(params: StructuredOutputsParams) -> str:
     kind, source = params.kind, getattr(params, params.kind)
     whitespace = _whitespace(params)
     if kind in ("json", "json_object"):
-        schema = _object(source) if kind == "json" else {"type": "object"}
+        schema = _schema(source) if kind == "json" else '{"type": "object"}'
         grammar = LLMatcher.grammar_from_json_schema(schema, overrides=whitespace)
     elif kind == "regex":
         grammar = grammar_from("regex", _regex(source))
@@ -55,11 +77,89 @@ def _expect(condition: object, reason: str) -> None:
 def _object(source: Any) -> dict:
     """A dictionary, or the text of one."""
     try:
-        source = json.loads(source) if isinstance(source, str) else source
+        source = json.loads(source, parse_float=_as_written) if isinstance(source, str) else source
     except ValueError as error:
         raise ValueError(f"it is not JSON: {error}") from None
     _expect(isinstance(source, dict), "it must be a JSON object, as text or as a dictionary")
     return source
+
+
+def _as_written(text: str) -> float | Decimal:
+    """A number with a point or an exponent: a float, but the decimal where no float prints as this."""
+    try:
+        exact = Decimal(text)
+    except InvalidOperation:  # an exponent of 19 digits
+        exact = Decimal("Infinity")
+    return float(text) if exact == Decimal(repr(float(text))) and exact.is_finite() else exact
+
+
+def _is_kept(x: Any) -> bool:
+    """Whether llguidance writes the number that it reads: it divides the digits, as a float, by a power of ten."""
+    if isinstance(x, Decimal) or not abs(x) <= MAX_INTEGER:  # NaN is not
+        return False
+    written = Decimal(repr(abs(x)))
+    power = -int(written.as_tuple().exponent)
+    return power <= 308 and float(written.scaleb(power)) / float(f"1e{power}") == abs(x)
+
+
+def _schema(source: Any) -> str:
+    """A JSON schema as text; a ValueError where llguidance would change its numbers or follow it to a dead end."""
+    schema = _object(source)
+    left: list[tuple[Any, str]] = [(schema, "schema")]
+    schemas: list[dict] = []
+    while left:
+        value, kind = left.pop()
+        is_object = isinstance(value, dict)
+        if is_object and kind == "schema":
+            schemas.append(value)
+        pairs: Any = value.items() if is_object else enumerate(value)
+        for key, item in pairs:
+            inside = kind
+            if is_object and kind in ("schema", "names"):
+                inside = INSIDE.get(key, "data") if kind == "schema" else "schema"
+            if isinstance(item, (dict, list)):
+                left.append((item, inside))
+            elif isinstance(item, (int, float, Decimal)) and not isinstance(item, bool) and not _is_kept(item):
+                _expect(inside == "ignored", NOT_KEPT.format(item))
+                value[key] = None
+    if any("patternProperties" in each for each in schemas):
+        for each in schemas:
+            merged = _merged([each], schema)
+            options = [x for part in merged for key in ("anyOf", "oneOf") for x in part.get(key, ())]
+            for option in [{}, *filter(lambda x: isinstance(x, dict), options)]:
+                _check_patterns(_merged([*merged, option], schema))
+    return json.dumps(schema)
+
+
+def _merged(parts: list[dict], root: dict) -> list[dict]:
+    """Schemas, and all that must hold with them: theirs of ``allOf`` and ``$ref``."""
+    for part in parts:  # which grows
+        target: Any = root if isinstance(part.get("$ref"), str) else None
+        for key in part["$ref"].split("/")[1:] if target else ():
+            target = target.get(key) if isinstance(target, dict) else None
+        also = [*part.get("allOf", ()), target]
+        parts += [x for x in also if isinstance(x, dict) and not any(x is known for known in parts)]
+    return parts
+
+
+def _check_patterns(parts: list[dict]) -> None:
+    """Refuse patterns that fit no name but the given ones: llguidance would write a comma and find no further name."""
+    from llguidance import LLMatcher, LLTokenizer
+
+    names = dict.fromkeys(name for part in parts for key in ("properties", "required") for name in part.get(key, ()))
+    closed = [part for part in parts if part.get("additionalProperties") is False]  # the others' patterns fall away
+    rules = [item for part in closed for item in part.get("patternProperties", {}).items()]
+    patterns = {pattern: rule is not False and ZERO for pattern, rule in rules}
+    if any(patterns.values()):
+        others = {"patternProperties": patterns, "additionalProperties": False}
+        probe = json.dumps({"type": "object", "properties": dict.fromkeys(names, ZERO), "required": [*names], **others})
+        grammar = LLMatcher.grammar_from_json_schema(probe, overrides={"whitespace_flexible": False})
+        matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+        if not matcher.is_error():
+            given = "".join(f"{json.dumps(name, ensure_ascii=False)}:0," for name in names)
+            matcher.consume_tokens(list(f"{{{given}".encode()))
+            matcher.compute_bitmask()
+            _expect(not matcher.is_error(), NO_MORE_NAMES.format(", ".join(patterns)))
 
 
 def _whitespace(params: StructuredOutputsParams) -> dict[str, Any]:
@@ -80,11 +180,14 @@ def _regex(pattern: Any) -> str:
 
 
 def _lark(source: Any) -> str:
-    """A grammar in Lark's notation; or in EBNF, which begins at ``root ::=``, as Lark."""
+    """A grammar in Lark's notation; or in EBNF, whose lines begin with a name and ``::=``, as Lark."""
     from llguidance import grammar_from
 
     _expect(isinstance(source, str), "it must be text")
-    if "::=" not in source:
+    if not re.search(r"^[^\S\n]*[\w<>-]+\s*::=", source, re.MULTILINE):
+        for found in re.finditer(r"%json\s*(?={)", source):
+            with suppress(json.JSONDecodeError):  # which llguidance reports, unless it is part of a text
+                _schema(json.JSONDecoder(parse_float=_as_written).raw_decode(source, found.end())[0])
         return source
     # llguidance's converter strips the zeros of \u00e9, and would read the letters that follow as its digits
     is_plain = re.fullmatch(r"(?:[^\\]|\\[^uU])*", source, re.DOTALL)
@@ -92,7 +195,9 @@ def _lark(source: Any) -> str:
     # It takes a rule per line. Each rule that does not reach itself becomes one regular expression, which is matched
     # exactly; but never the first, so that is another one.
     plain = {"root": "root_rule", ".": "[\\x00-\U0010ffff]"}
-    text = EBNF_PART.sub(lambda part: part[0] if part[0][0] in '"[' else plain.get(part[0], " "), source)
+    text = EBNF_PART.sub(
+        lambda part: part[0] if part[0][0] in '"[' else plain.get(part[0], " "), re.sub(r"\n\s*\n", "\n", source)
+    )
     names = re.findall(r"^\s*([\w-]+)\s*::=", text, re.MULTILINE)
     _expect("root_rule" in names, "it has no rule root ::= ...")
     _expect(len(names) == len(set(names)), "it defines a rule twice")
@@ -117,7 +222,7 @@ def _format(source: dict) -> str:
     if kind == "const_string":
         return json.dumps(source["value"])
     if kind == "json_schema":
-        return f"%json {json.dumps(_object(source['json_schema']))}"
+        return f"%json {_schema(source['json_schema'])}"
     if kind == "regex":
         return f"/{regex_to_lark(_regex(source['pattern']), '')}/"
     if kind == "grammar":

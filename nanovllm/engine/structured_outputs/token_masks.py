@@ -46,20 +46,26 @@ def mask_of_all(vocab_size: int, num_words: int | None = None) -> np.ndarray:
 class BadWords:
     """Forbids the last token of a bad word where the completion ends in the tokens before it.
 
-    Each of ``words`` is forbidden as it begins a text and as it follows a space.
+    Each of ``words`` is forbidden as it begins a text, as it follows a space, and as it follows a line's end: some
+    tokenizers put a space before a text.
     """
 
     def __init__(self, tokenizer: Any, words: Iterable[str], vocab_size: int):
         self._mask = mask_of_all(vocab_size)
         self._last_ids: dict[tuple[int, ...], list[int]] = {}  # what comes before -> what may not follow
         found: dict[tuple[int, ...], None] = {}
+        line_end = tokenizer.encode("\n", add_special_tokens=False)
         for word in words:
             stem = word.lstrip() or word
-            for text in (stem, f" {stem}"):
-                found[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
+            for before, text in (([], stem), ([], f" {stem}"), (line_end, f"\n{stem}")):
+                token_ids = tokenizer.encode(text, add_special_tokens=False)
+                if token_ids[: len(before)] == before:
+                    found[tuple(token_ids[len(before) :])] = None
             if () in found:
                 raise RequestError(f"SamplingParams: bad_words={word!r} has no tokens.")
         for *before, last in found:
+            if max((*before, last)) >= vocab_size:  # which the model cannot generate
+                continue
             if before:
                 self._last_ids.setdefault(tuple(before), []).append(last)
             else:
@@ -132,14 +138,17 @@ class GrammarCompiler:
             self._load()
         try:
             values = {field.name: getattr(params, field.name) for field in fields(StructuredOutputsParams)}
-            matcher = self._matcher(json.dumps(values))
+            matcher = self._matcher(json.dumps(values, ensure_ascii=False).encode())
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise _refused(params, f"it holds {half!r}, a lone surrogate, which no text has; leave it out") from None
         except (KeyError, TypeError, AttributeError, RecursionError) as error:  # no JSON, or not as it should be
             raise _refused(params, f"it is malformed ({type(error).__name__}: {error})") from None
         except ValueError as error:
             raise _refused(params, str(error)) from None
         return Grammar(matcher.deep_copy(), self._eos_token_ids)
 
-    def _new_matcher(self, params: str) -> Any:
+    def _new_matcher(self, params: bytes) -> Any:
         grammar = to_grammar(StructuredOutputsParams(**json.loads(params)))
         matcher = self._llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
         if not matcher.is_error():

@@ -13,7 +13,7 @@ REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no UTF-8; at th
 
 def decode(tokenizer: Any, token_ids: list[int], skip_special_tokens: bool = True,
            spaces_between_special_tokens: bool = True) -> str:
-    """Decode all ids to the text that ``IncrementalDetokenizer`` gives piece by piece."""
+    """Decode all ids of a text that begins with them."""
     backend = backend_of(tokenizer)
     if backend is not None:  # transformers would look at each id before it calls it
         return backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -23,6 +23,12 @@ def decode(tokenizer: Any, token_ids: list[int], skip_special_tokens: bool = Tru
         spaces_between_special_tokens=spaces_between_special_tokens,
         clean_up_tokenization_spaces=False,
     )
+
+
+def decode_completion(tokenizer: Any, token_ids: list[int], *flags: bool) -> str:
+    """Decode all ids to the text that ``IncrementalDetokenizer`` gives piece by piece: it stands behind a prompt's."""
+    space = _special_ids(tokenizer, len(tokenizer))[2]
+    return decode(tokenizer, space + token_ids if space else token_ids, *flags)
 
 
 def backend_of(tokenizer: Any) -> Any:
@@ -58,9 +64,11 @@ class IncrementalDetokenizer:
             from tokenizers.decoders import DecodeStream
 
             self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        special_ids, self._byte_ids = _special_and_byte_ids(tokenizer, len(tokenizer))
+        special_ids, self._byte_ids, space = _special_ids(tokenizer, len(tokenizer))
+        for token_id in space if self._backend is not None else ():
+            self._stream.step(self._backend, token_id)
         self._skipped_ids = special_ids if skip_special_tokens else frozenset()
-        self._context: list[int] = []  # the tokens of the last text that was given out
+        self._context = space  # the tokens of the last text that was given out
         self._pending: list[int] = []  # those after it
         self._run: list[int] = []  # byte tokens at their end, which the stream was not given yet
 
@@ -97,9 +105,19 @@ class IncrementalDetokenizer:
 
 
 @lru_cache(maxsize=8)
-def _special_and_byte_ids(tokenizer: Any, num_tokens: int) -> tuple[frozenset[int], frozenset[int]]:
-    """Ids of special tokens, and of byte tokens such as "<0xE4>". A run of these becomes text as a whole: one bad byte
-    makes replacement characters of all, so its text is certain only after its end.
+def special_tokens(tokenizer: Any, num_tokens: int) -> dict[str, int]:
+    """The id of each special token by its text."""
+    ids = sorted(_special_ids(tokenizer, num_tokens)[0])
+    return dict(zip(decode_tokens(tokenizer, ids), ids, strict=True))
+
+
+@lru_cache(maxsize=8)
+def _special_ids(tokenizer: Any, num_tokens: int) -> tuple[frozenset[int], frozenset[int], list[int]]:
+    """Ids of special tokens; of byte tokens such as "<0xE4>"; and the space that the decoder strips, if it does.
+
+    A run of byte tokens becomes text as a whole: one bad byte makes replacement characters of all, so its text is
+    certain only after its end. Decoders of Llama 2's kind strip a text's first space, which encoding prepends. A
+    completion begins no text: behind a space to strip, it keeps its own.
     """
     backend = backend_of(tokenizer)
     if backend is None:
@@ -107,4 +125,7 @@ def _special_and_byte_ids(tokenizer: Any, num_tokens: int) -> tuple[frozenset[in
     else:
         special = (i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         find = backend.token_to_id
-    return frozenset(special), frozenset(i for byte in range(256) if (i := find(f"<0x{byte:02X}>")) is not None)
+    byte_ids = frozenset(i for byte in range(256) if (i := find(f"<0x{byte:02X}>")) is not None)
+    space = find("▁")
+    is_stripped = space is not None and [decode(tokenizer, [space] * n) for n in (1, 2)] == ["", " "]
+    return frozenset(special), byte_ids, [space] if is_stripped else []

@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any
 
-from nanovllm.engine.text.detokenizer import decode, decode_tokens
+from nanovllm.engine.text.detokenizer import decode, decode_completion, decode_tokens
 from nanovllm.engine.text.fast_tokenizer import FastTokenizer, load_fast
 from nanovllm.errors import CheckpointError, RequestError
 from nanovllm.sampling_params import SamplingParams
@@ -140,7 +140,7 @@ class AsyncTokenizer:
         return self._no_text
 
     def _decode(self, token_ids: list[int], skip_special_tokens: bool, spaces_between: bool) -> str:
-        return decode(self.tokenizer, token_ids, skip_special_tokens, spaces_between)
+        return decode_completion(self.tokenizer, token_ids, skip_special_tokens, spaces_between)
 
     def texts(self, token_ids: Iterable[int]) -> dict[int, str]:
         """The text of each id, decoded alone; {} without a tokenizer."""

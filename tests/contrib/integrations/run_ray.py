@@ -184,8 +184,10 @@ def error_rows(folder: Path, *_: str) -> dict:
         {"tokenized_prompt": [5, 10**6], "sampling_params": good},
         {"sampling_params": good},
         {"prompt": "2 + 3\n", "sampling_params": {"temprature": 0.0}},
+        {"messages": [{"role": "user", "content": "2"}], "chat_template_kwargs": {"conversation": "x"}},
+        {"prompt": "2 + 3\n", "sampling_params": {"structured_outputs": {"json": {"const": None}}}},
     ]
-    names = ("messages", "prompt", "tokenized_prompt", "sampling_params")
+    names = ("messages", "prompt", "tokenized_prompt", "sampling_params", "chat_template_kwargs")
     table = pa.Table.from_pylist([{"id": i, **dict.fromkeys(names), **row} for i, row in enumerate(rows)])
     config = ProcessorConfig(engine_kwargs=ENGINE, batch_size=1, num_cpus=0.1, should_continue_on_error=True)
     run = build_processor(config, None, lambda row: {k: v for k, v in row.items() if k not in names})

@@ -33,6 +33,23 @@ def test_submit_from_many_threads(engine, reference):
     assert [output["token_ids"] for output in outputs] == [reference(prompt, 6) for prompt in prompts]
 
 
+class Panic(BaseException):
+    """As tokenizers raise it: no Exception. It ended the thread, and everyone waited for ever."""
+
+
+class Hostile:
+    def __iter__(self):
+        raise Panic("unwrap on a None")
+
+
+def test_whatever_a_request_raises(engine):
+    good, *bad = (engine.submit(prompt, PARAMS) for prompt in ([2], [10**6], Hostile()))
+    for future, text in zip(bad, ("outside the vocabulary", "this request fails with Panic: unwrap on"), strict=True):
+        with pytest.raises(RequestError, match=text):
+            future.result(60)
+    assert len(good.result(60)["token_ids"]) == 6
+
+
 def test_errors_are_of_their_request(engine, monkeypatch):
     """Of one whose output cannot be made the caller waited for ever, and the requests beside it failed."""
     output = Request.output

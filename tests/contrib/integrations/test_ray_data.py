@@ -62,7 +62,7 @@ def test_error_rows(report):
     """And what nobody kills computes each row once."""
     job = report["error_rows"]
     rows = {row["id"]: row for row in job["rows"]}
-    assert len(job["rows"]) == len(rows) == job["computed"] == 9 and job["engines"] == 1
+    assert len(job["rows"]) == len(rows) == job["computed"] == 11 and job["engines"] == 1
     errors = {i: row["__inference_error__"] for i, row in rows.items() if row["__inference_error__"]}
     assert errors == {
         1: "the prompt is empty; it must hold at least one token.",
@@ -70,8 +70,12 @@ def test_error_rows(report):
         6: "token id 1000000 is outside the vocabulary [0, 1024).",
         7: 'a row needs "messages", "prompt" or "tokenized_prompt".',
         8: "SamplingParams has no parameter 'temprature'. Did you mean 'temperature'?",
+        9: "this request fails with TypeError: Chat.apply_chat_template() got multiple values for argument "
+        "'conversation'. Check the values of its prompt, parameters and chat template.",
+        10: "{'const': None} may hold a null, or fields that are absent: Arrow keeps both as null. Give the JSON "
+        "schema as text.",
     }
-    assert all(rows[i]["sampling_params"] is not None and rows[i]["generated_text"] is None for i in errors)
+    assert all("sampling_params" in rows[i] and rows[i]["generated_text"] is None for i in errors)
     assert all("sampling_params" not in rows[i] for i in rows.keys() - errors)  # postprocess dropped it
     assert rows[3]["generated_text"] == "5" and rows[3]["finish_reason"] == "stop"
     ((token_id, logprob), *_), *_ = rows[3]["logprobs"]

@@ -12,8 +12,8 @@ from vllm import LLM, EngineArgs, LLMEngine, SamplingParams
 from vllm.lora.request import LoRARequest
 
 
-def make_adapter(seed):
-    directory = Path(tempfile.mkdtemp())
+def make_adapter(seed, directory=None):
+    directory = Path(directory or tempfile.mkdtemp())
     down = load_file(Path(sys.argv[1], "model.safetensors"))["model.layers.0.mlp.down_proj.weight"]
     (directory / "adapter_config.json").write_text(json.dumps({
         "peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["down_proj"], "bias": "none",
@@ -45,6 +45,14 @@ if __name__ == "__main__":
     outputs = llm.generate(prompts * 2, [params] * 4, lora_request=asked, use_tqdm=False)
     assert texts(outputs) == [of_two[0], of_base[1], of_one[0], of_two[1]]
     assert [output.lora_request for output in outputs] == asked
+    training = make_adapter(3)
+    of_step = []
+    for step in range(1, 4):  # a loop that saves its adapter again, under a new id or the old one
+        make_adapter([1, 2, 1][step - 1], training)
+        of_step.append(texts(llm.generate(prompts, params, lora_request=LoRARequest("policy", max(step, 2), training))))
+    assert of_step == [of_one, of_two, of_one]
+    of_base_vector = LLM(model=sys.argv[1], dtype="float32").embed("2 + 3")[0].outputs.embedding
+    assert llm.embed("2 + 3")[0].outputs.embedding == pytest.approx(of_base_vector, abs=1e-4)
     chat = [{"role": "user", "content": "2 + 3"}]
     assert texts(llm.chat(chat, params)) != texts(llm.chat(chat, params, lora_request=one))
     with pytest.raises(ValueError, match="4 prompts but 2 lora_requests"):
@@ -56,12 +64,32 @@ if __name__ == "__main__":
         llm.generate(prompts, params, lora_request=one)
     llm.collective_rpc("reload_weights")
     assert texts(llm.generate(prompts, params, lora_request=one)) == of_one
+    llm.llm_engine.add_request("one", prompts[0], params, lora_request=one)
+    with pytest.raises(RuntimeError, match="needs other weights than the unfinished requests of add_request"):
+        llm.generate(prompts, params, lora_request=two)
     del llm
 
     engine = LLMEngine.from_engine_args(EngineArgs(sys.argv[1], **options))
-    engine.add_request("one", prompts[0], params, lora_request=one)
-    with pytest.raises(RuntimeError, match="needs an idle engine"):
+    for name, lora in (("one", one), ("two", two), ("base", None), ("again", one), ("aborted", two)):
+        engine.add_request(name, prompts[0], params, lora_request=lora)
+    with pytest.raises(ValueError, match="'two' is in use"):
         engine.add_request("two", prompts[0], params, lora_request=two)
+    with pytest.raises(ValueError, match="empty"):
+        engine.add_request("refused", [], params, lora_request=two)
+    assert engine.get_num_unfinished_requests() == 5
+    engine.abort_request("aborted")
+    finished = {}
     while engine.has_unfinished_requests():
-        finished = [output for output in engine.step() if output.finished]
-    assert texts(finished) == of_one[:1]
+        finished |= {output.request_id: output.outputs[0].text for output in engine.step() if output.finished}
+    assert finished == {"one": of_one[0], "two": of_two[0], "base": of_base[0], "again": of_one[0]}
+
+    missing = LoRARequest("missing", 9, "/nowhere")  # is its request's error, once it is read
+    for name, lora in (("one", one), ("missing", missing), ("two", two)):
+        engine.add_request(name, prompts[0], params, lora_request=lora)
+    errors = []
+    while engine.has_unfinished_requests():
+        try:
+            finished |= {output.request_id: output.outputs[0].text for output in engine.step() if output.finished}
+        except ValueError as error:
+            errors.append(str(error))
+    assert len(errors) == 1 and "/nowhere" in errors[0] and finished["two"] == of_two[0]

@@ -42,3 +42,25 @@ assert llm.get_tokenizer().chat_template == tokenizer.chat_template
 params = SamplingParams(temperature=0, max_tokens=64, logits_processors=[], presence_penalty=0.0, frequency_penalty=0.0)
 outputs = llm.chat([[{"role": "user", "content": "What is the capital of France?"}]], params, use_tqdm=False)
 assert outputs[0].outputs[0].text.strip() == "Paris"
+
+# a conversation of OpenAI's format: the arguments of a tool call are JSON text, which templates take as objects
+tokenizer.chat_template = (
+    "{% for m in messages %}{{ m.role }}:{% for call in m.tool_calls or [] %}{{ call.function.name }}"
+    "{% for name, value in call.function.arguments.items() %} {{ name }}={{ value | tojson }}{% endfor %}{% endfor %}"
+    "{{ m.content or '' }}\n{% endfor %}"
+)
+llm.set_tokenizer(tokenizer)
+calls = [{"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": [2, 3], "b": null}'}},
+         {"id": "2", "type": "function", "function": {"name": "now", "arguments": ""}}]  # fmt: skip
+conversation = [{"role": "user", "content": "2 + 3"}, {"role": "assistant", "content": None, "tool_calls": calls},
+                {"role": "tool", "tool_call_id": "1", "content": "5"}]  # fmt: skip
+(output,) = llm.chat(conversation, params, use_tqdm=False)
+assert output.prompt == "user:2 + 3\nassistant:add a=[2, 3] b=nullnow\ntool:5\n"
+assert conversation[1]["tool_calls"][0]["function"]["arguments"] == '{"a": [2, 3], "b": null}'
+calls[0]["function"]["arguments"] = "{a: 2}"
+try:
+    llm.chat([conversation], params, use_tqdm=False)
+except ValueError as error:
+    assert "arguments of the tool call of 'add' must be an object, or its JSON text, not '{a: 2}'" in str(error)
+else:
+    raise AssertionError("not refused")

@@ -1,0 +1,49 @@
+"""Matches the regular expressions of a checkpoint's files, which are strangers', within a time limit.
+
+Owns the process that they run in: backtracking may take for ever, inside one call that no thread can end.
+"""
+
+import json
+import subprocess
+import sys
+
+SECONDS = 10.0  # for all patterns of a file; thousands of names take a fraction of one
+PROGRAM = """
+import json, re, sys
+patterns, names = json.load(sys.stdin)
+found, compiled = {}, []
+for given, pattern in patterns.items():
+    try:
+        compiled.append((given, re.compile(pattern)))
+    except (re.error, OverflowError, RecursionError) as error:
+        sys.exit(f"the regular expression {given!r:.100} ({error})")
+for name in names:
+    for given, pattern in compiled:
+        if pattern.match(name):
+            found[name] = given
+            break
+json.dump(found, sys.stdout)
+"""
+
+
+def first_matches(patterns: dict[str, str], names: list[str]) -> dict[str, str]:
+    """The first pattern that matches a name's beginning, for names that have one.
+
+    Args:
+        patterns: as they were given -> regular expression.
+
+    Raises:
+        ValueError: one is no regular expression, or they take too long.
+    """
+    if not (patterns and names):
+        return {}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", PROGRAM], input=json.dumps([patterns, names]), text=True,
+            capture_output=True, timeout=SECONDS, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"regular expressions that take more than {SECONDS:g} s to match") from None
+    if done.returncode:
+        raise ValueError(done.stderr.strip()[-300:])
+    return json.loads(done.stdout)
