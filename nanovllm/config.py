@@ -19,6 +19,7 @@ from nanovllm.validation import (
     choice,
     did_you_mean,
     integer,
+    list_of,
     number,
     option,
     optional,
@@ -30,7 +31,16 @@ __all__ = ["Config", "SpeculativeConfig", "read_generation_config", "resolve_mod
 DEFAULT_MAX_MODEL_LEN = 4096
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 FLAG = choice(True, False)
+DICTIONARY = Rule("a dictionary or None", lambda x: x is None or isinstance(x, dict))
+LIMITS = Rule(
+    'a dictionary such as {"image": 4}, or None',
+    lambda x: x is None or (isinstance(x, dict) and all(isinstance(n, int) and n >= 0 for n in x.values())),
+)
 PATH = Rule("a path, a hub id", lambda x: isinstance(x, (str, os.PathLike)) and str(x) != "")
+
+
+def is_directory(path: Any) -> bool:
+    return path == "" or (isinstance(path, (str, os.PathLike)) and os.path.isdir(path))
 
 
 @dataclass(frozen=True)
@@ -126,6 +136,11 @@ class Config:
             "vllm" takes none.
         speculative_config: draft tokens by lookup and verify several at once, with the same outputs; a dictionary, see
             ``SpeculativeConfig``. None: one token a step.
+        language_model_only: load no vision tower; prompts are text.
+        limit_mm_per_prompt: most images of a prompt, as {"image": 4}; None is no limit.
+        mm_processor_kwargs: options of the checkpoint's image processor, such as {"max_pixels": 1_000_000}.
+        allowed_local_media_path: directory of images that prompts may name by their paths; "" allows none.
+        allowed_media_domains: hosts of images that prompts may name by URLs, or ["*"]; None allows none.
         quiet: print no start-up line. Else one line goes to the logger "nanovllm" at level INFO, or to stderr if
             logging is not configured.
 
@@ -166,6 +181,13 @@ class Config:
     speculative_config: SpeculativeConfig | None = option(
         None, Rule("a dictionary or None", lambda x: x is None or isinstance(x, (dict, SpeculativeConfig))),
         feature="engine.speculation",
+    )
+    language_model_only: bool = option(False, FLAG, feature="engine.images")
+    limit_mm_per_prompt: dict | None = option(None, LIMITS, feature="engine.images")
+    mm_processor_kwargs: dict | None = option(None, DICTIONARY, feature="engine.images")
+    allowed_local_media_path: str = option("", Rule("a directory", is_directory, str), feature="engine.images")
+    allowed_media_domains: tuple[str, ...] | None = option(
+        None, list_of(Rule("", lambda x: isinstance(x, str)), "a list of hosts"), feature="engine.images"
     )
     quiet: bool = option(False, FLAG)
     # derived

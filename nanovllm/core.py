@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from nanovllm.attachments import Attachment, attached
 from nanovllm.outputs import FinishReason
 from nanovllm.readouts import Readout, ReadoutBatch, merged
 from nanovllm.sampling_params import SamplingParams
@@ -45,6 +46,7 @@ class Sequence:
 
     Attributes:
         readout: results of its prompt besides tokens, or None.
+        attachment: inputs of its prompt besides tokens, or None.
         allowed_mask: tokens it may sample, a bit each, int32 [ceil(V / 32)], or None.
         req_idx: while it runs, its request slot: its row in every table of host and devices; else -1.
     """
@@ -69,6 +71,7 @@ class Sequence:
         self.stop_reason: int | str | None = None
         self.arrived_at = self.entered_at = self.prefilled_at = 0.0  # perf_counter, in seconds; see metrics.py
         self.readout: Readout | None = None
+        self.attachment: Attachment | None = None
         self.allowed_mask: np.ndarray | None = None
         self.req_idx = -1
         self._table: Any = None  # the scheduler's ``SequenceTable``
@@ -228,6 +231,7 @@ class PrefillBatch:
     new: NewSequences  # admitted by this batch
     moves: Moves
     readouts: tuple[ReadoutBatch, ...] = ()
+    attachments: tuple[tuple[int, Any], ...] = ()  # places in [0, S), and the parts of their attachments
     seqs: ListLike[Sequence] = ()  # [S]; on the host only
 
     def __getstate__(self) -> dict[str, Any]:
@@ -263,6 +267,7 @@ class PrefillBatch:
             NewSequences.of(new),
             take_moves(seqs),
             merged((seq.pending_readout, seq.seq_id, start, stop) for seq, start, stop, _ in chunks),
+            attached((seq.attachment, start, stop) for seq, start, stop, _ in chunks),
             seqs,
         )
 

@@ -70,7 +70,7 @@ def run(engine: "LLMEngine", known: list["Request"],
     Args:
         known: count as waiting, and can be aborted, before their turn comes. The list is emptied, so that requests can
             be freed one by one.
-        more: requests after these, made when they are asked for.
+        more: requests after these, made when they are asked for; None: the next is not ready, and the engine has work.
 
     Yields:
         After each step the number of tokens taken in, and the requests of this call that are finished now.
@@ -92,7 +92,7 @@ def run(engine: "LLMEngine", known: list["Request"],
                         engine._require_ready()
                         engine._queue(following, caller)
                 room = min(2 * room, window)  # while the device works on some, twice as many are made
-                if not caller.unfinished and not caller.finished and not caller.is_dropped:
+                if is_fed and not caller.unfinished and not caller.finished and not caller.is_dropped:
                     return
                 # finished already: one had nothing to compute
                 num_tokens = 0 if caller.finished or caller.is_dropped else engine._advance()
@@ -102,15 +102,16 @@ def run(engine: "LLMEngine", known: list["Request"],
 
 
 def taken(requests: Iterator["Request"], num_seqs: int) -> tuple[list["Request"], bool]:
-    """The next requests, until they have this number of sequences; and whether there are no more."""
+    """The next requests, until they have this number of sequences or one is not ready; and whether there are no more.
+    """
     found: list[Request] = []
-    while num_seqs > 0:
-        request = next(requests, None)
-        if request is None:
-            return found, True
-        found.append(request)
-        num_seqs -= request.params.n
-    return found, False
+    for request in requests:
+        if request is not None:
+            found.append(request)
+            num_seqs -= request.params.n
+        if request is None or num_seqs <= 0:
+            return found, False
+    return found, True
 
 
 def collect(engine: "LLMEngine", requests: list["Request"], result: Callable[["Request"], T],

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from nanovllm.attachments import Attachment
 from nanovllm.config import Config
 from nanovllm.core import Sequence
 from nanovllm.engine.checks import Checks
@@ -16,12 +17,13 @@ from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.text.prompts import Prompt, as_list, as_token_ids, split_prompt
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.engine.token_processor import TokenProcessors
-from nanovllm.engine.variants import READOUTS
+from nanovllm.engine.variants import READOUTS, make_attachments
 from nanovllm.errors import RequestError
 from nanovllm.readouts import Readout
 from nanovllm.sampling_params import SamplingParams
 
-Encoded = tuple[str | None, Any]  # of a prompt: its text, if it has one, and what should be token ids
+# Of a prompt: its text, if it has one, and what should be token ids; an Attachment, if it has more than these.
+Encoded = tuple[str | None, Any]
 Params = SamplingParams | ListLike[SamplingParams] | None
 
 
@@ -39,6 +41,7 @@ class InputProcessor:
                  token_processors: TokenProcessors):
         self.config, self.checks = config, Checks(config, num_kvcache_blocks, token_processors)
         self._tokenizer, self._token_processors = tokenizer, token_processors
+        self.attachments = make_attachments(config, tokenizer)
         self._num_seqs = 0  # the next seq_id
 
     def encode(self, prompts: ListLike[Prompt], first: int = 0) -> list[Encoded]:
@@ -49,7 +52,10 @@ class InputProcessor:
         split = []
         for i, prompt in enumerate(prompts, first):
             try:
-                split.append(split_prompt(prompt))
+                if self.attachments is not None and self.attachments.takes(prompt):
+                    split.append(self.attachments.encode(prompt))
+                else:
+                    split.append(split_prompt(prompt))
             except RequestError as error:
                 raise RequestError(f"prompt {i}: {error}" if first + len(prompts) > 1 else str(error)) from None
         texts = [text if ids is None else None for text, ids in split]
@@ -67,7 +73,7 @@ class InputProcessor:
         ((text, ids),) = self.encode([prompt])
         token_ids, params = self.checks.checked(as_token_ids(ids), params)
         self.checks.check_ids("token id", token_ids)
-        return self.request(text, token_ids, params, index)
+        return self.request(text, token_ids, params, index, given=ids)
 
     def make_all(self, prompts: ListLike[Encoded], params: Params, is_checked: bool = False) -> list[Request]:
         """The requests of a call, whose parameters are one for all or one for each. ``is_checked``: they are our own.
@@ -96,16 +102,24 @@ class InputProcessor:
             for i, (ids, _) in enumerate(checked):  # slower
                 self.checks.check_ids(f"prompt {i}: token id", ids)
         return [
-            self.request(text, ids, resolved, i)
-            for i, ((text, _), (ids, resolved)) in enumerate(zip(prompts, checked, strict=True))
+            self.request(text, ids, resolved, i, given=given)
+            for i, ((text, given), (ids, resolved)) in enumerate(zip(prompts, checked, strict=True))
         ]
 
     def request(self, text: str | None, ids: np.ndarray, params: SamplingParams, index: int,
-                readout: Readout | None = None) -> Request:
-        """A request whose form is checked. ``readout``: by default the one that its parameters ask for, if any."""
+                readout: Readout | None = None, given: Any = None) -> Request:
+        """A request whose form is checked.
+
+        Args:
+            readout: by default the one that its parameters ask for, if any.
+            given: what ``encode`` has made of the prompt; may be an ``Attachment``.
+        """
         for wanted_by in READOUTS:
             readout = readout or wanted_by(params, ids)
-        request = Request(self._num_seqs, text, ids, params, self._tokenizer, index, readout)
+        attachment = given if isinstance(given, Attachment) else None
+        if attachment is not None and len(ids) < len(attachment.token_ids):
+            raise RequestError("truncate_prompt_tokens cannot cut a prompt that has more than tokens.")
+        request = Request(self._num_seqs, text, ids, params, self._tokenizer, index, readout, attachment)
         self._num_seqs += params.n
         return request
 
@@ -115,10 +129,13 @@ class InputProcessor:
         # the mask of a constrained sequence holds them back
         holds_back = params.min_tokens and not params.is_constrained
         stop_ids = self._token_processors.min_tokens_stop_ids(params) if holds_back else ()
+        ids = request.prompt_ids if request.attachment is None else request.attachment.token_ids
         seqs = [
-            Sequence(request.prompt_ids, params, seq_id, block_size, self._seed(params, seq_id, i), stop_ids, first_id)
+            Sequence(ids, params, seq_id, block_size, self._seed(params, seq_id, i), stop_ids, first_id)
             for i, seq_id in enumerate(range(first_id, first_id + params.n))
         ]
+        for seq in seqs:
+            seq.attachment, seq.finish_reason, seq.stop_reason = request.attachment, *request.failure
         if request.readout is not None and request.readout.rows(0, len(request.prompt_ids)):
             seqs[0].readout = request.readout
         make = self._token_processors.make

@@ -74,10 +74,10 @@ class OutputProcessor:
                     self.constrained[seq.seq_id] = processor
                 if seq.sampling_params.logits_processors:
                     self.with_functions[seq.seq_id] = processor
-            if seq.is_sampled or seq.readout is not None:
+            if seq.finish_reason is None and (seq.is_sampled or seq.readout is not None):
                 waiting.append(seq)
             else:
-                seq.status, seq.finish_reason = SequenceStatus.FINISHED, "length"
+                seq.status, seq.finish_reason = SequenceStatus.FINISHED, seq.finish_reason or "length"
                 done.append(seq)
         if done:
             self.finish(done)

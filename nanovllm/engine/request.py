@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from nanovllm.attachments import Attachment
 from nanovllm.core import Sequence
 from nanovllm.engine.callers import Caller
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.engine.token_processor import TokenProcessor
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.outputs import CompletionOutput, FinishReason, RequestOutput
 from nanovllm.readouts import Readout
 from nanovllm.sampling_params import SamplingParams
 
@@ -61,6 +62,8 @@ class Request:
         prompt_ids: integers [num_prompt_tokens], a copy of the user's.
         index: the place of the prompt in its call.
         readout: results of the prompt besides tokens, or None.
+        attachment: inputs of the prompt besides tokens, or None.
+        failure: finish and stop reason of a request that ends before it begins.
         completions: made when the request is queued; in the order of ``RequestOutput.outputs``.
         num_unfinished: of them.
     """
@@ -72,6 +75,8 @@ class Request:
     tokenizer: AsyncTokenizer
     index: int = 0
     readout: Readout | None = None
+    attachment: Attachment | None = None
+    failure: "tuple[FinishReason | None, str | None]" = (None, None)
     completions: list[Completion] = field(default_factory=list)
     num_unfinished: int = 0
     caller: Caller = None  # type: ignore[assignment]  # until it is registered

@@ -11,9 +11,11 @@ import numpy as np
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.hybrid.block_manager import HybridBlockManager
+from nanovllm.engine.images.factory import make_images
 from nanovllm.engine.prefix_copies import CopyingBlockManager
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.speculation.scheduler import SpeculativeScheduler
+from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.readouts import Readout
 from nanovllm.readouts.prompt_logprobs import PromptLogprobs
 from nanovllm.sampling_params import SamplingParams
@@ -30,6 +32,16 @@ SCHEDULERS: tuple[Callable[[Config, NewCache, Iterable[int]], Scheduler | None],
 READOUTS: tuple[Callable[[SamplingParams, np.ndarray], Readout | None], ...] = (
     PromptLogprobs.wanted_by,
 )  # fmt: skip
+
+# What makes an ``Attachment`` of a prompt that has more than tokens: ``takes(prompt)``, ``encode(prompt)``.
+ATTACHMENTS: tuple[Callable[[Config, AsyncTokenizer], Any], ...] = (
+    make_images,
+)  # fmt: skip
+
+
+def make_attachments(config: Config, tokenizer: AsyncTokenizer) -> Any:
+    """The first that this model has; None: prompts are tokens."""
+    return next((each for make in ATTACHMENTS if (each := make(config, tokenizer)) is not None), None)
 
 
 def make_scheduler(config: Config, num_blocks: int, eos_token_ids: Iterable[int], facts: dict[str, Any]) -> Scheduler:

@@ -18,7 +18,7 @@ class Context:
     a sequence has Q packed rows: its last token, a draft, and dead rows (verify step).
     """
 
-    positions: torch.Tensor  # i32[T], for RoPE
+    positions: torch.Tensor  # i32[T], places of the tokens in their sequences
     slot_mapping: torch.Tensor  # i32[T], KV slot of each token; -1 stores nothing
     req_indices: torch.Tensor  # i32[S], row of each sequence in block_tables
     context_lens: torch.Tensor  # i32[S], keys to attend, with the keys of this step
@@ -32,11 +32,16 @@ class Context:
     # A ``PrefixGroups`` of kernels/attention: who shares a prefix in a decode batch. None: attention is plain.
     prefix_groups: tuple[torch.Tensor, ...] | None = None
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)  # further arrays of a prefill, for some layers
+    rope_rows: torch.Tensor | None = None  # i32[T], of the tables of RoPE; None: positions
     row_lens: torch.Tensor | None = None  # i32[S * Q], keys that each row attends (verify step); 0: a dead row
 
     @property
     def is_prefill(self) -> bool:
         return self.cu_seqlens_q is not None
+
+    @property
+    def rope_positions(self) -> torch.Tensor:
+        return self.positions if self.rope_rows is None else self.rope_rows
 
     def all_tokens(self) -> "Context":
         """For the layers before the last, which compute them all."""

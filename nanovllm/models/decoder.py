@@ -77,7 +77,7 @@ class SelfAttention(nn.Module):
         slots of the KV cache, all in one kernel where there is one.
         """
         qk = self.qk(
-            positions=context.positions, slot_mapping=context.slot_mapping,
+            positions=context.rope_positions, slot_mapping=context.slot_mapping,
             k_cache=self.attn.k_cache, v_cache=self.attn.v_cache,
         )  # fmt: skip
         q, gate = self.qkv_proj(residual, norm, qk, self.full_qk_norms)

@@ -14,6 +14,7 @@ from nanovllm.runner.cascade import Cascade
 from nanovllm.runner.cuda_graphs import decode_sizes
 from nanovllm.runner.device import select_device, select_dtype, with_fitting_launches
 from nanovllm.runner.drafts import Drafts
+from nanovllm.runner.images import VisionPart
 from nanovllm.runner.inputs import DecodeInputs
 from nanovllm.runner.kv_scales import select_kv_dtype
 from nanovllm.runner.launchers import DecodeLauncher, PrefillLauncher
@@ -32,6 +33,7 @@ from nanovllm.sampling.sampler import Sampler
 # In this order they take in a batch, and their launchers are asked.
 PARTS: tuple[type[Part], ...] = (
     BlockCopies,
+    VisionPart,
     Drafts,
     Cascade,
     RecurrentStates,

@@ -45,6 +45,7 @@ def split_prompt(prompt: Prompt) -> tuple[str | None, Any]:
 def as_token_ids(token_ids: Any) -> np.ndarray:
     """A prompt as an integer array [n], a copy; raises RequestError for anything but a flat list of integers."""
     rule = "a prompt must be a string or a flat list of integer token ids"
+    token_ids = getattr(token_ids, "prompt_ids", token_ids)  # of an Attachment
     if isinstance(token_ids, np.ndarray):
         if token_ids.ndim == 1 and token_ids.dtype.kind in "iu":
             return token_ids.copy()

@@ -1,0 +1,32 @@
+"""The seam for inputs of a prompt besides tokens: images. Imports no torch.
+
+An ``Attachment`` hangs on a sequence. The parts that a prefill needs of it are frozen messages in
+``PrefillBatch.attachments``, which every rank receives; a ``Part`` of the runner takes them in. The host half of a kind
+is listed in ``engine/variants.py``. Knows neither queues nor devices.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+
+class Attachment:
+    """Inputs of one prompt besides its tokens.
+
+    Attributes:
+        token_ids: of the prompt as the cache compares them, int32: below 0 where an input replaces the embedding, made
+            of the contents of that input. Equal inputs have equal ids, and no model samples such an id.
+    """
+
+    token_ids: np.ndarray
+
+    def part(self, start: int, stop: int) -> Any:
+        """The message of a chunk with tokens [start, stop); None if it changes nothing there."""
+        raise NotImplementedError
+
+
+def attached(chunks: Iterable[tuple[Attachment | None, int, int]]) -> tuple[tuple[int, Any], ...]:
+    """The messages of chunks (attachment, start, stop), each with its place."""
+    parts = [(i, None if each is None else each.part(start, stop)) for i, (each, start, stop) in enumerate(chunks)]
+    return tuple((i, part) for i, part in parts if part is not None)

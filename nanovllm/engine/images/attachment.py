@@ -1,0 +1,69 @@
+"""The images of one prompt: their places among its tokens, their positions, and the parts of them that chunks need."""
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from nanovllm.attachments import Attachment
+from nanovllm.errors import RequestError
+from nanovllm.messages.images import ImagePart, ImageRows
+from nanovllm.models.vision import VisionConfig
+
+if TYPE_CHECKING:
+    from nanovllm.engine.images.loading import Image
+
+
+class Images(Attachment):
+    """The images of a prompt.
+
+    Args:
+        vision: the tower of the checkpoint.
+        prompt_ids: with a placeholder for each image, or already one for each of its tokens.
+        images: in the order of their placeholders.
+
+    Attributes:
+        prompt_ids: int64 [T], with a placeholder for each token of an image.
+    """
+
+    def __init__(self, vision: VisionConfig, prompt_ids: np.ndarray, images: "list[Image]"):
+        sizes = [image.num_tokens for image in images]
+        num_placeholders = np.count_nonzero(prompt_ids == vision.image_token_id)
+        if num_placeholders == len(images):
+            counts = np.ones(len(prompt_ids), np.int64)
+            counts[prompt_ids == vision.image_token_id] = sizes
+            prompt_ids = np.repeat(prompt_ids, counts)
+        elif num_placeholders != sum(sizes):
+            raise RequestError(
+                f"the prompt has {num_placeholders} image placeholders (token {vision.image_token_id}) and "
+                f"{len(images)} images; write one placeholder for each image."
+            )
+        self._images, self.prompt_ids = images, prompt_ids
+        is_image = prompt_ids == vision.image_token_id
+        self._first_rows = np.append(0, np.cumsum(sizes))  # of each image, among the tokens of images
+        self._row = np.append(0, np.cumsum(is_image))  # tokens of images before each token
+        self.token_ids = prompt_ids.astype(np.int32)
+        if images:
+            self.token_ids[is_image] = np.concatenate([content_ids(image.digest, image.num_tokens) for image in images])
+        self._positions = vision.positions(is_image, [image.grid for image in images]) if vision.section else None
+
+    def part(self, start: int, stop: int) -> ImagePart | None:
+        length = len(self.token_ids)
+        first, last = self._row[min(start, length)], self._row[min(stop, length)]
+        rows = []
+        for image, begin, end in zip(self._images, self._first_rows, self._first_rows[1:], strict=False):
+            if begin < last and end > first:
+                of_image = int(max(first - begin, 0)), int(min(last, end) - begin)
+                rows.append(ImageRows(image.digest, image.num_tokens, *of_image, image))
+        if self._positions is None:
+            return ImagePart(tuple(rows), None, 0) if rows else None
+        shift = int(self._positions[:, -1].max()) + 1 - length
+        after = np.arange(max(start, length), max(stop, length), dtype=np.int32) + shift
+        positions = np.concatenate([self._positions[:, start:stop], np.broadcast_to(after, (3, len(after)))], axis=1)
+        return ImagePart(tuple(rows), positions, shift)
+
+
+def content_ids(digest: bytes, num_tokens: int) -> np.ndarray:
+    """Negative ids for the tokens of an image, int32 [num_tokens], made of its contents."""
+    words = np.frombuffer(hashlib.shake_128(digest).digest(4 * num_tokens), np.int32)
+    return words | np.int32(-(2**31))

@@ -1,0 +1,40 @@
+"""Whether an engine takes images, and why not."""
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from nanovllm.config import Config
+from nanovllm.engine.images.loading import ImageLoader
+from nanovllm.engine.images.sources import Permissions
+from nanovllm.engine.text.tokenizer import AsyncTokenizer
+from nanovllm.errors import RequestError
+from nanovllm.models.vision import VisionConfig
+
+NO_LIMIT = 999
+
+
+class Refusal:
+    """Refuses prompts with images."""
+
+    def __init__(self, reason: str):
+        self._reason = reason
+
+    takes = staticmethod(ImageLoader.takes)
+
+    def encode(self, prompt: Mapping[str, Any]) -> NoReturn:
+        raise RequestError(f"this engine takes no images: {self._reason}.")
+
+
+def make_images(config: Config, tokenizer: AsyncTokenizer) -> ImageLoader | Refusal | None:
+    """None for checkpoints without a vision tower that is supported."""
+    if config.language_model_only:
+        return Refusal("it was made with language_model_only=True")
+    vision = VisionConfig.of(config)
+    if vision is None:
+        return None
+    if missing := vision.missing():
+        return Refusal(f"they need {missing}; pip install 'nanovllm[vision]'")
+    permissions = Permissions(config.allowed_local_media_path, tuple(config.allowed_media_domains or ()))
+    limit = (config.limit_mm_per_prompt or {}).get("image", NO_LIMIT)
+    options = config.mm_processor_kwargs or {}
+    return ImageLoader(vision, config.model_path, tokenizer, permissions, limit, options)

@@ -1,0 +1,205 @@
+"""Images of prompts, from their source to the pixels that the tower takes, on threads.
+
+Owns the checkpoint's image processor, which is transformers', and the pixels that wait for the tower: at most
+``MAX_PIXEL_BYTES`` of them. Beyond, and after a preemption, an image is processed again from its source.
+"""
+
+import hashlib
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from nanovllm.engine.images.attachment import Images
+from nanovllm.engine.images.sources import Permissions, open_image, read_source
+from nanovllm.engine.text.prompts import as_token_ids, split_prompt
+from nanovllm.engine.text.tokenizer import LOADING_LOCK, AsyncTokenizer
+from nanovllm.errors import CheckpointError, ConfigError, RequestError, as_request_error
+from nanovllm.models.vision import VisionConfig
+from nanovllm.validation import did_you_mean
+
+MAX_PIXEL_BYTES = 2 << 30
+NUM_THREADS = min(16, os.cpu_count() or 1)
+KEYS = ("multi_modal_data", "mm_processor_kwargs")
+
+
+class Image:
+    """One image of a prompt; its source is kept until the request is finished.
+
+    Attributes:
+        digest: of the contents and of the options of the processor.
+        grid: frames, rows and columns of patches.
+        num_tokens: of the language model.
+    """
+
+    def __init__(self, loader: "ImageLoader", source: Any, options: dict[str, Any]):
+        self._loader, self._source, self._options = loader, source, options
+        pixels = loader.process(source, options)
+        self.grid = np.array(pixels["image_grid_thw"][0], np.int64)
+        self.num_tokens = loader.vision.num_tokens(self.grid)
+        contents = source if isinstance(source, bytes) else b"%r" % (source.size,) + source.convert("RGB").tobytes()
+        name = json.dumps([options, self.grid.tolist()], sort_keys=True, default=str)
+        self.digest = hashlib.blake2b(contents, digest_size=16, key=hashlib.md5(name.encode()).digest()).digest()
+        loader.keep(self, pixels)
+
+    def take_pixels(self) -> dict[str, Any]:
+        """The tensors that the tower takes, on the CPU; they are kept no longer."""
+        pixels = self._loader.let_go(self)
+        return self._loader.process(self._source, self._options) if pixels is None else pixels
+
+
+class ImageLoader:
+    """Makes the images of prompts; one per engine.
+
+    Args:
+        vision: the tower of the checkpoint.
+        model_path: its directory.
+        tokenizer: for prompts that are text.
+        permissions: what may be read.
+        limit: most images of a prompt.
+        options: of the image processor, such as ``max_pixels``.
+    """
+
+    def __init__(self, vision: VisionConfig, model_path: str, tokenizer: AsyncTokenizer, permissions: Permissions,
+                 limit: int, options: dict[str, Any]):
+        self.vision, self.permissions, self._limit, self._options = vision, permissions, limit, options
+        self._model_path, self._tokenizer = model_path, tokenizer
+        self.threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="nanovllm-images")
+        self.num_bytes = 0  # of the pixels that wait
+        self._waiting: OrderedDict[Image, dict[str, Any]] = OrderedDict()
+        self._lock = Lock()
+        self._processors: dict[str, Any] = {}  # by their options
+        self._processor(options, ConfigError)
+
+    # ---------------------------------------------------------------- prompts
+
+    @staticmethod
+    def takes(prompt: Any) -> bool:
+        """Whether a prompt has images."""
+        return isinstance(prompt, Mapping) and any(prompt.get(key) for key in KEYS)
+
+    def encode(self, prompt: Mapping[str, Any]) -> tuple[str | None, Images]:
+        """The text of a prompt with images, and the attachment; raises RequestError. Waits for the images."""
+        text, ids, images = self.begin(prompt)
+        return text, self.finish(ids, images)
+
+    def begin(self, prompt: Mapping[str, Any], processes: bool = True) -> tuple[str | None, np.ndarray, Any]:
+        """Check the form of a prompt, tokenize it, and begin to load its images.
+
+        ``processes``: False returns in place of futures the sources, for ``load``.
+        """
+        text, ids = split_prompt({key: prompt[key] for key in prompt if key not in KEYS})
+        if ids is None:
+            (ids,) = self._tokenizer.encode([text])
+        sources, options = self._sources(prompt), prompt.get("mm_processor_kwargs") or {}
+        if not isinstance(options, Mapping):
+            raise RequestError(f"mm_processor_kwargs must be a dictionary, not {options!r:.100}.")
+        options = {**self._options, **options}
+        self._processor(options, RequestError)
+        ids = as_token_ids(ids)
+        num_placeholders = np.count_nonzero(ids == self.vision.image_token_id)
+        if num_placeholders != len(sources) and (num_placeholders < len(sources) or not sources):
+            Images(self.vision, ids, [])  # raises, with both counts
+        given = sources, options
+        return text, ids, self.load(*given) if processes else given
+
+    def load(self, sources: list[Any], options: dict[str, Any]) -> "list[Future[Image]]":
+        """Begin to load images, on threads."""
+        return [self.threads.submit(self._load, source, options) for source in sources]
+
+    def finish(self, ids: np.ndarray, images: "list[Future[Image]]") -> Images:
+        """The attachment; waits for the images. Raises RequestError for one that cannot be read."""
+        found = []
+        for i, image in enumerate(images):
+            try:
+                found.append(image.result())
+            except BaseException as error:
+                refused = as_request_error(error)
+                raise RequestError(f"image {i}: {refused}" if len(images) > 1 else str(refused)) from None
+        return Images(self.vision, ids, found)
+
+    def _load(self, source: Any, options: dict[str, Any]) -> Image:
+        return Image(self, read_source(source, self.permissions), options)
+
+    def _sources(self, prompt: Mapping[str, Any]) -> list[Any]:
+        data = prompt.get("multi_modal_data") or {}
+        if not isinstance(data, Mapping):
+            raise RequestError(f'multi_modal_data must be a dictionary such as {{"image": ...}}, not {data!r:.100}.')
+        others = [key for key in data if key != "image" and data[key] is not None]
+        if others:
+            raise RequestError(f"multi_modal_data cannot have {', '.join(map(repr, others))}: images only.")
+        images = data.get("image")
+        images = [] if images is None else list(images) if isinstance(images, (list, tuple)) else [images]
+        if len(images) > self._limit:
+            raise RequestError(
+                f"the prompt has {len(images)} images; LLM(limit_mm_per_prompt={{'image': {self._limit}}}) allows "
+                f"{self._limit}."
+            )
+        return images
+
+    # ---------------------------------------------------------------- pixels
+
+    def process(self, source: Any, options: dict[str, Any]) -> dict[str, Any]:
+        """The tensors that the tower takes of one image, on the CPU; raises RequestError."""
+        image = open_image(source)
+        try:
+            return dict(self._processor(options, RequestError)(images=[image], return_tensors="pt"))
+        except Exception as error:  # of sizes that the processor does not take
+            raise RequestError(f"the image processor cannot take this image: {error!s:.300}") from None
+
+    def keep(self, image: Image, pixels: dict[str, Any]) -> None:
+        """Keep pixels for the tower, and drop the oldest beyond ``MAX_PIXEL_BYTES``."""
+        with self._lock:
+            self._waiting[image] = pixels
+            self.num_bytes += _num_bytes(pixels)
+            while self.num_bytes > MAX_PIXEL_BYTES and len(self._waiting) > 1:
+                self.num_bytes -= _num_bytes(self._waiting.popitem(last=False)[1])
+
+    def let_go(self, image: Image) -> dict[str, Any] | None:
+        with self._lock:
+            pixels = self._waiting.pop(image, None)
+            self.num_bytes -= 0 if pixels is None else _num_bytes(pixels)
+            return pixels
+
+    def _processor(self, options: dict[str, Any], kind: type[Exception]) -> Any:
+        """transformers' image processor of the checkpoint with these options."""
+        key = json.dumps(options, sort_keys=True, default=str)
+        with self._lock:
+            if key in self._processors:
+                return self._processors[key]
+        try:
+            processor = make_processor(self._model_path, options)
+        except TypeError as error:
+            raise kind(f"mm_processor_kwargs: {error}") from None
+        with self._lock:
+            return self._processors.setdefault(key, processor)
+
+    def close(self) -> None:
+        self.threads.shutdown(wait=False, cancel_futures=True)
+
+
+def make_processor(model_path: str, options: dict[str, Any]) -> Any:
+    """transformers' image processor, of torchvision where that is installed, else of PIL; TypeError for an option."""
+    with LOADING_LOCK:
+        from transformers import AutoImageProcessor
+        from transformers.utils import is_torchvision_available
+
+        backend = "torchvision" if is_torchvision_available() else "pil"
+        try:
+            processor = AutoImageProcessor.from_pretrained(model_path, backend=backend, **options)
+        except Exception as error:
+            raise CheckpointError(f"the image processor of {model_path} cannot be loaded: {error!s:.500}") from None
+    known = processor.valid_kwargs.__annotations__
+    for name in options:
+        if name not in known:
+            raise TypeError(f"the image processor has no option {name!r}.{did_you_mean(name, known)}")
+    return processor
+
+
+def _num_bytes(pixels: dict[str, Any]) -> int:
+    return sum(tensor.nbytes for tensor in pixels.values())

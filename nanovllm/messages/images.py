@@ -1,0 +1,44 @@
+"""The images of a prefill: which rows of which image its tokens take, and where they stand."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class ImageRows:
+    """Features [start, stop) of an image of ``num_tokens``, for as many packed tokens of a chunk.
+
+    Attributes:
+        digest: of the contents.
+        image: its pixels, on rank 0 alone.
+    """
+
+    digest: bytes
+    num_tokens: int
+    start: int
+    stop: int
+    image: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "image": None}
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class ImagePart:
+    """What the images of a prompt change in a chunk of n tokens.
+
+    Attributes:
+        rows: of the images in the chunk, in the order of their tokens.
+        positions: rotary positions by time, height and width, int32 [3, n]; None where they are the places of tokens.
+        shift: from the place of a token behind the images to its position.
+    """
+
+    rows: tuple[ImageRows, ...]
+    positions: np.ndarray | None
+    shift: int
+

@@ -1,0 +1,259 @@
+"""Images on one rank: the tower, the features of a prefill, and rotary positions in three dimensions.
+
+A prefill with images replaces the embeddings of their tokens by features, and adds further ones behind the first
+layers, by hooks that are there during this launch alone. Rank 0 has the tower; a sum over ranks takes the features to
+the others. Three-dimensional positions of image tokens get rows of their own at the end of the tables of RoPE. A text
+behind images has plain positions with a shift, which its decode steps add, too.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanovllm.config import Config
+from nanovllm.core import Batch, PrefillBatch
+from nanovllm.layers.context import Context
+from nanovllm.messages.images import ImageRows
+from nanovllm.models.decoder import CausalLM
+from nanovllm.models.vision import VisionConfig
+from nanovllm.models.vision_tower import VisionTower
+from nanovllm.runner.device import model_defaults
+from nanovllm.runner.inputs import DecodeInputs
+from nanovllm.runner.launchers import DecodeLauncher, PrefillLauncher
+from nanovllm.runner.part import Launcher, Part, Rank, Step
+from nanovllm.runner.request_state import RequestState
+from nanovllm.sampling.feature import Arrays, Tensors
+
+MAX_PATCHES = 16384  # that the tower takes at once, unless one image has more
+
+
+class VisionPart(Part):
+    """Images of prefills.
+
+    Attributes:
+        tower: on rank 0.
+        shifts: int32 [R + 1], of each request slot: from the place of its next token to its rotary position.
+    """
+
+    def __init__(self, rank: Rank, vision: VisionConfig, state: RequestState, tower: VisionTower | None):
+        self._rank, self._vision, self.tower = rank, vision, tower
+        self.shifts = torch.zeros(rank.config.max_num_seqs + 1, dtype=torch.int32, device=rank.device)
+        self._shifts_on_host = np.zeros(rank.config.max_num_seqs + 1, np.int32)
+        self._first_row = rank.config.model_config.max_position_embeddings - rank.config.max_num_batched_tokens
+        self._axes = torch.from_numpy(vision.axes()).to(rank.device) if vision.section else None
+        self._features: torch.Tensor | None = None  # of the batch that is launched
+        self._cut: dict[bytes, torch.Tensor] = {}  # features of an image whose last tokens come with the next chunk
+        self.launchers: tuple[Launcher, ...] = (VisionLauncher(state.block_tables, self),)
+
+    @classmethod
+    def fitted(cls, rank: Rank) -> Config:
+        """With rows in the tables of RoPE for the image tokens of a launch."""
+        config, vision = rank.config, VisionConfig.of(rank.config)
+        if vision is None or vision.missing() or not vision.section:
+            return config
+        model, fitting = config.model_config, copy.copy(config)
+        size = model.max_position_embeddings + config.max_num_batched_tokens
+        vars(fitting)["model_config"] = replace(model, max_position_embeddings=size)  # bypasses the frozen __setattr__
+        return fitting
+
+    @classmethod
+    def make(cls, rank: Rank, state: RequestState, decode: DecodeLauncher) -> "VisionPart | None":
+        config, vision = rank.config, VisionConfig.of(rank.config)
+        if vision is None or vision.missing():
+            return None
+        part = cls(rank, vision, state, load_tower(rank, vision) if rank.tp.rank == 0 else None)
+        if vision.section:
+            decode.inputs = ShiftedInputs(decode.inputs, part.shifts)
+        return part
+
+    # ---------------------------------------------------------------- a step
+
+    def prepare(self, batch: Batch, arrays: Arrays) -> None:
+        if not isinstance(batch, PrefillBatch):
+            return
+        if self._vision.section:
+            shifts = np.zeros(len(batch.starts), np.int32)
+            for place, part in batch.attachments:
+                shifts[place] = part.shift
+            rows, values = batch.req_indices, shifts[batch.sampled_from]
+            changed = self._shifts_on_host[rows] != values
+            if changed.any():
+                self._shifts_on_host[rows] = values
+                arrays["shifted_rows"], arrays["shifts"] = rows[changed], values[changed]
+        if batch.attachments:
+            is_image = batch.token_ids < 0
+            arrays["input_ids"] = np.where(is_image, np.int32(self._vision.image_token_id), batch.token_ids)
+            arrays["image_rows"] = np.flatnonzero(is_image).astype(np.int32)
+            if self._vision.section:
+                self._prepare_positions(batch, is_image, arrays)
+
+    def _prepare_positions(self, batch: PrefillBatch, is_image: np.ndarray, arrays: Arrays) -> None:
+        """Rows of the tables of RoPE for all tokens; and of the image tokens, which have rows of their own, [3, n]."""
+        positions = np.tile(arrays["positions"], (3, 1))
+        ends = np.cumsum(batch.stops - batch.starts)
+        for place, part in batch.attachments:
+            positions[:, ends[place] - part.positions.shape[1] : ends[place]] = part.positions
+        arrays["image_positions"] = positions[:, is_image].ravel()
+        arrays["rope_rows"] = positions[0]
+        arrays["rope_rows"][is_image] = np.arange(np.count_nonzero(is_image)) + self._first_row
+
+    def write(self, batch: Batch, tensors: Tensors) -> None:
+        if "shifts" in tensors:
+            self.shifts.index_copy_(0, tensors["shifted_rows"].long(), tensors["shifts"])
+        self._features = None
+        if "image_rows" in tensors and len(tensors["image_rows"]):
+            assert isinstance(batch, PrefillBatch)
+            rows = [each for _, part in batch.attachments for each in part.rows]
+            if self.tower is not None:
+                features = self._features_of(self.tower, rows)
+            else:
+                features = torch.zeros(sum(map(len, rows)), self._width, dtype=self._rank.dtype, device=self._rank.device)
+            self._features = self._rank.tp.all_reduce(features)
+
+    @property
+    def _width(self) -> int:
+        return self._rank.config.model_config.hidden_size * (1 + self._vision.num_deepstack)
+
+    def _features_of(self, tower: VisionTower, rows: list[ImageRows]) -> torch.Tensor:
+        """Run the tower for images that come first in this batch; features of the rows, [n, width]."""
+        known, device = self._cut, self._rank.device
+        new = {each.digest: each for each in rows if each.digest not in known}
+        for group in groups(list(new.values()), MAX_PATCHES // self._vision.merge_size**2):
+            taken = (each.image.take_pixels() for each in group)
+            pixels = [{name: x.to(device, non_blocking=True) for name, x in each.items()} for each in taken]
+            features = tower(pixels).split([each.num_tokens for each in group])
+            known |= {each.digest: of_one for each, of_one in zip(group, features, strict=True)}
+        self._cut = {each.digest: known[each.digest] for each in rows if each.stop < each.num_tokens}
+        return torch.cat([known[each.digest][each.start : each.stop] for each in rows])
+
+    def forward(self, model: CausalLM, input_ids: torch.Tensor, context: Context) -> torch.Tensor:
+        """A forward pass of a prefill with images."""
+        tensors = context.tensors
+        if "rope_rows" in tensors:
+            self._write_rope_rows(model, tensors["image_positions"].view(3, -1))
+            context = replace(context, rope_rows=tensors["rope_rows"])
+        if self._features is None:  # of this chunk all is text
+            return model(input_ids, context)
+        with replaced(model, tensors["image_rows"].long(), self._features):
+            return model(input_ids, context)
+
+    def _write_rope_rows(self, model: CausalLM, positions: torch.Tensor) -> None:
+        """Put cosines and sines of image tokens with these positions, [3, n], behind the others."""
+        config, stop = self._rank.config.model_config, self._first_row + positions.shape[1]
+        if not positions.numel():
+            return
+        assert self._axes is not None
+        scalings = [rope for rope in dict.fromkeys(config.ropes) if rope is not None]
+        for scaling, rope in zip(scalings, model.model.ropes, strict=True):
+            frequencies, scale = scaling.frequencies(config.head_dim)
+            angles = positions[self._axes].T.float() * frequencies.to(positions.device)  # [n, r / 2]
+            cos, sin = rope.cos_sin[self._first_row : stop].chunk(2, dim=-1)
+            cos[:, : angles.shape[1]], sin[:, : angles.shape[1]] = angles.cos() * scale, angles.sin() * scale
+
+    def reset(self) -> None:
+        self._features, self._cut = None, {}
+        self.shifts.zero_()
+        self._shifts_on_host[:] = 0
+
+    # ---------------------------------------------------------------- memory
+
+    def reserved_bytes(self, model: CausalLM) -> int:
+        """Of the tower on as many patches as it takes at once, and of the features of a launch."""
+        if self._rank.device.type == "cpu":
+            return 0
+        config, merge = self._rank.config, self._vision.merge_size
+        longest = min(config.max_model_len, 4 * MAX_PATCHES // merge**2)  # tokens of an image
+        features = (config.max_num_batched_tokens + longest) * self._width * self._rank.dtype.itemsize
+        if self.tower is None:
+            return features
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.tower([self.tower.blank(max(MAX_PATCHES // merge**2, longest), self._rank.device)])
+        torch.cuda.synchronize()
+        return features + torch.cuda.max_memory_allocated() - before
+
+    def describe(self) -> str:
+        if self.tower is None:
+            return ""
+        return f", images by {sum(x.nbytes for x in self.tower.parameters()) / 2**30:,.2f} GiB of vision tower"
+
+
+class VisionLauncher(PrefillLauncher):
+    """Takes prefills of prompts with images."""
+
+    def __init__(self, block_tables: torch.Tensor, part: VisionPart):
+        super().__init__(block_tables)
+        self._part = part
+
+    def takes(self, batch: Batch, arrays: Arrays) -> bool:
+        return isinstance(batch, PrefillBatch) and len(batch.attachments) > 0
+
+    def run(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return super().run(step._replace(model=partial(self._part.forward, step.model)))
+
+
+class ShiftedInputs(DecodeInputs):
+    """Inputs of decode steps with the rotary positions of texts behind images."""
+
+    def __init__(self, inputs: DecodeInputs, shifts: torch.Tensor):
+        vars(self).update(vars(inputs))
+        self._shifts = shifts
+
+    def __call__(self, size: int, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Context]:
+        input_ids, context = super().__call__(size, *args, **kwargs)
+        shifts = self._shifts[context.req_indices.long()].repeat_interleave(len(context.positions) // size)
+        return input_ids, replace(context, rope_rows=context.positions + shifts)
+
+
+def load_tower(rank: Rank, vision: VisionConfig) -> VisionTower:
+    config = rank.config
+    with model_defaults(rank.dtype, rank.device):
+        tower = VisionTower(vision, config.model_path, rank.dtype)
+    if config.load_format == "dummy":
+        tower.init_dummy(config.seed)
+    else:
+        tower.load(config.model_path)
+    return tower
+
+
+def groups(rows: list[ImageRows], max_tokens: int) -> Iterator[list[ImageRows]]:
+    """Images in order, as many at once as have at most ``max_tokens``, or one."""
+    group: list[ImageRows] = []
+    for each in rows:
+        if group and sum(image.num_tokens for image in group) + each.num_tokens > max_tokens:
+            yield group
+            group = []
+        group.append(each)
+    if group:
+        yield group
+
+
+@contextmanager
+def replaced(model: CausalLM, rows: torch.Tensor, features: torch.Tensor) -> Iterator[None]:
+    """Within, the embeddings of tokens ``rows`` are features, [n, C], and further ones are added behind layers."""
+    of_embedding, *of_layers = features.split(model.config.hidden_size, dim=-1)
+
+    def add(values: torch.Tensor, module: Any, args: Any, residual: Any) -> None:
+        # of SplitKPartials the sum is still to come, and the order of additions is free
+        getattr(residual, "residual", residual).index_add_(0, rows, values)
+
+    def put(module: Any, args: Any, embeddings: torch.Tensor) -> torch.Tensor:
+        return embeddings.index_copy(0, rows, of_embedding)
+
+    layers = model.model.layers[: len(of_layers)]
+    assert len(of_layers) < len(model.model.layers), "the last layer computes the last tokens alone"
+    hooks = [model.model.embed_tokens.register_forward_hook(put)]
+    hooks += [
+        layer.register_forward_hook(partial(add, values)) for layer, values in zip(layers, of_layers, strict=True)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
