@@ -15,10 +15,12 @@ class Attachment:
     """Inputs of one prompt besides its tokens.
 
     Attributes:
+        prompt_ids: of the prompt as its user sees them, integers [T].
         token_ids: of the prompt as the cache compares them, int32: below 0 where an input replaces the embedding, made
             of the contents of that input. Equal inputs have equal ids, and no model samples such an id.
     """
 
+    prompt_ids: np.ndarray
     token_ids: np.ndarray
 
     def part(self, start: int, stop: int) -> Any:

@@ -13,6 +13,7 @@ from nanovllm.engine.text.prompts import Prompt, as_prompts, is_one_prompt
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.verbs.chat import Chat
+from nanovllm.verbs.images import ImageVerbs
 from nanovllm.verbs.pooling import Pooling
 from nanovllm.verbs.scoring import Scoring
 from nanovllm.verbs.streaming import Streaming
@@ -22,6 +23,7 @@ __all__ = ["LLM", "Prompt", "is_one_prompt"]
 
 
 class LLM(
+    ImageVerbs,
     Chat,
     Streaming,
     Scoring,

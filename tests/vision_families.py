@@ -5,7 +5,7 @@ import torch
 
 IMAGE, START, END = 190, 192, 193
 TEXT = {
-    "vocab_size": 199, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 5, "num_attention_heads": 4,
+    "vocab_size": 200, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 5, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-6, "max_position_embeddings": 700,
     "tie_word_embeddings": False,
 }  # fmt: skip
@@ -15,7 +15,7 @@ TOWER = {
     "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 48, "num_position_embeddings": 49,
 }  # fmt: skip
 IDS = {"image_token_id": IMAGE, "video_token_id": 191, "vision_start_token_id": START, "vision_end_token_id": END}
-EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
     "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
@@ -59,7 +59,7 @@ def qwen3_5():
 def qwen3_5_moe():
     from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 
-    text = {**TEXT, **DELTA, **EXPERTS, "rope_parameters": {**PARTIAL, "mrope_interleaved": True}}
+    text = {**TEXT, **DELTA, **EXPERTS, "shared_expert_intermediate_size": 40, "rope_parameters": {**PARTIAL, "mrope_interleaved": True}}
     return Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config=text, vision_config=TOWER, **IDS))
 
 
@@ -114,9 +114,9 @@ class Twin:
             self.model.model.rope_deltas = None
             return self.model(**self.inputs(ids, images)).logits[0].float()
 
-    def generate(self, ids, images, max_tokens):
-        inputs = self.inputs(ids, images)
-        with torch.inference_mode():
-            self.model.model.rope_deltas = None
-            output = self.model.generate(**inputs, max_new_tokens=max_tokens, min_new_tokens=max_tokens, do_sample=False)
-        return output[0, inputs["input_ids"].shape[1] :].tolist()
+    def greedy(self, ids, images, num_tokens):
+        """The next tokens, a forward pass of all tokens each: ``generate`` misplaces tokens behind a last image."""
+        ids = list(ids)
+        for _ in range(num_tokens):
+            ids.append(int(self.logits(ids, images)[-1].argmax()))
+        return ids[-num_tokens:]

@@ -64,7 +64,7 @@ class Caller:
 
 
 def run(engine: "LLMEngine", known: list["Request"],
-        more: Iterable["Request"] = ()) -> Generator[tuple[int, list["Request"]], None, None]:
+        more: Iterable["Request | None"] = ()) -> Generator[tuple[int, list["Request"]], None, None]:
     """Run requests, a window of them at a time. Closed early, it aborts its own requests and no others.
 
     Args:
@@ -101,7 +101,7 @@ def run(engine: "LLMEngine", known: list["Request"],
         engine._abandon(caller)
 
 
-def taken(requests: Iterator["Request"], num_seqs: int) -> tuple[list["Request"], bool]:
+def taken(requests: Iterator["Request | None"], num_seqs: int) -> tuple[list["Request"], bool]:
     """The next requests, until they have this number of sequences or one is not ready; and whether there are no more.
     """
     found: list[Request] = []
@@ -115,7 +115,7 @@ def taken(requests: Iterator["Request"], num_seqs: int) -> tuple[list["Request"]
 
 
 def collect(engine: "LLMEngine", requests: list["Request"], result: Callable[["Request"], T],
-            use_tqdm: bool | Callable = False, more: Iterable["Request"] = (), num_more: int = 0) -> list[T]:
+            use_tqdm: bool | Callable = False, more: Iterable["Request | None"] = (), num_more: int = 0) -> list[T]:
     """``result`` of each request; most are made while the device works on the others, once their text is there.
 
     ``more``: ``num_more`` requests of one completion after these, which are made while the device works, too.

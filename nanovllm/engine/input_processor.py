@@ -81,12 +81,7 @@ class InputProcessor:
         Raises:
             RequestError: one can never be served, with its index, or the counts differ. No id was given away.
         """
-        every = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        every = as_list("sampling_params must be a SamplingParams or a list of them", every)
-        if len(every) != len(prompts):
-            raise RequestError(
-                f"{len(prompts)} prompts but {len(every)} sampling_params; give one, or one for each prompt."
-            )
+        every = self.params_of(len(prompts), params)
         copies: dict[int, SamplingParams] = {}  # by the identity of the user's
         checked = []
         for i, ((_, token_ids), given) in enumerate(zip(prompts, every, strict=True)):
@@ -105,6 +100,17 @@ class InputProcessor:
             self.request(text, ids, resolved, i, given=given)
             for i, ((text, given), (ids, resolved)) in enumerate(zip(prompts, checked, strict=True))
         ]
+
+    @staticmethod
+    def params_of(num_prompts: int, params: Params) -> list[SamplingParams]:
+        """The parameters of each prompt, given one for all or one for each."""
+        every = [params] * num_prompts if isinstance(params, SamplingParams) else params
+        every = as_list("sampling_params must be a SamplingParams or a list of them", every)
+        if len(every) != num_prompts:
+            raise RequestError(
+                f"{num_prompts} prompts but {len(every)} sampling_params; give one, or one for each prompt."
+            )
+        return every
 
     def request(self, text: str | None, ids: np.ndarray, params: SamplingParams, index: int,
                 readout: Readout | None = None, given: Any = None) -> Request:

@@ -239,7 +239,8 @@ def bound(function: Any, seq: Sequence) -> Callable[[Any], Any]:
     except (TypeError, ValueError):  # not written in Python
         parameters = []
     required = [p for p in parameters if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
-    prompt = [seq.prompt_token_ids] if len(required) == 3 else []
+    ids = seq.prompt_token_ids if seq.attachment is None else seq.attachment.prompt_ids.tolist()
+    prompt = [ids] if len(required) == 3 else []
     return lambda logits: function(*prompt, seq.completion_token_ids, logits)
 
 

@@ -7,7 +7,7 @@ imports neither torch nor transformers.
 import re
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.engine.text.tokenizer import LOADING_LOCK
 from nanovllm.errors import CheckpointError
 from nanovllm.models.vision import TENSORS, VisionConfig
-from nanovllm.utils.checkpoint import open_tensors
+from nanovllm.utils.checkpoint import LOADING_LOCK, open_tensors
 
 DUMMY_STD = 0.02
 

@@ -64,7 +64,7 @@ class VisionPart(Part):
 
     @classmethod
     def make(cls, rank: Rank, state: RequestState, decode: DecodeLauncher) -> "VisionPart | None":
-        config, vision = rank.config, VisionConfig.of(rank.config)
+        vision = VisionConfig.of(rank.config)
         if vision is None or vision.missing():
             return None
         part = cls(rank, vision, state, load_tower(rank, vision) if rank.tp.rank == 0 else None)
@@ -113,7 +113,8 @@ class VisionPart(Part):
             if self.tower is not None:
                 features = self._features_of(self.tower, rows)
             else:
-                features = torch.zeros(sum(map(len, rows)), self._width, dtype=self._rank.dtype, device=self._rank.device)
+                shape = sum(map(len, rows)), self._width
+                features = torch.zeros(shape, dtype=self._rank.dtype, device=self._rank.device)
             self._features = self._rank.tp.all_reduce(features)
 
     @property
@@ -150,7 +151,8 @@ class VisionPart(Part):
             return
         assert self._axes is not None
         scalings = [rope for rope in dict.fromkeys(config.ropes) if rope is not None]
-        for scaling, rope in zip(scalings, model.model.ropes, strict=True):
+        ropes: Any = model.model.ropes
+        for scaling, rope in zip(scalings, ropes, strict=True):
             frequencies, scale = scaling.frequencies(config.head_dim)
             angles = positions[self._axes].T.float() * frequencies.to(positions.device)  # [n, r / 2]
             cos, sin = rope.cos_sin[self._first_row : stop].chunk(2, dim=-1)
@@ -195,7 +197,8 @@ class VisionLauncher(PrefillLauncher):
         return isinstance(batch, PrefillBatch) and len(batch.attachments) > 0
 
     def run(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return super().run(step._replace(model=partial(self._part.forward, step.model)))
+        model: Any = partial(self._part.forward, step.model)
+        return super().run(step._replace(model=model))
 
 
 class ShiftedInputs(DecodeInputs):

@@ -95,6 +95,7 @@ def entries(params: SamplingParams, history: np.ndarray | None,
     if history is not None:
         ids, where = np.unique(history, return_inverse=True)
         counts = np.bincount(where[num_prompt_tokens:], minlength=len(ids))
+        ids, counts = ids[ids >= 0], counts[ids >= 0]  # no model samples the others (attachments.py)
         num_counted = len(history)
     bias_of = params.logit_bias or {}
     others = np.setdiff1d(np.array(list(bias_of), np.int64), ids)

@@ -6,6 +6,7 @@ import re
 import stat
 from collections.abc import Iterable
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 from nanovllm.errors import CheckpointError
@@ -15,6 +16,7 @@ from nanovllm.validation import Rule, at_least, check, list_of
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "assets" / "demo"
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 MAX_JSON_BYTES = 256 << 20  # the largest published, an index of all tensors, has 10 MiB
+LOADING_LOCK = RLock()  # imported by two threads at once, transformers lacks its classes in one of them
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
 ID = at_least(0)
 IDS = list_of(ID, "a token id or a list of them")

@@ -65,10 +65,17 @@ class Chat(LLMEngine):
         options = {**(chat_template_kwargs or {}), **template_variables, **given}
         options.setdefault("add_generation_prompt", not options.get("continue_final_message"))
         self._require_ready()
-        texts = [self.apply_chat_template(conversation, **options) for conversation in conversations]
-        encoded = zip(texts, self.tokenize(texts, add_special_tokens=False), strict=True)
-        prompts: list[Prompt] = [{"prompt": text, "prompt_token_ids": ids} for text, ids in encoded]
+        split = [self.split_parts(conversation) for conversation in conversations]
+        texts = [self.apply_chat_template(conversation, **options) for conversation, _ in split]
+        encoded = zip(texts, self.tokenize(texts, add_special_tokens=False), split, strict=True)
+        prompts: list[Prompt] = [
+            {"prompt": text, "prompt_token_ids": ids, **others} for text, ids, (_, others) in encoded
+        ]
         return self.generate(prompts, sampling_params, use_tqdm)
+
+    def split_parts(self, conversation: Conversation) -> tuple[Conversation, dict[str, Any]]:
+        """A conversation for the chat template, and the keys of a prompt that hold its parts besides text."""
+        return conversation, {}
 
     @property
     def tokenizer(self) -> Any:

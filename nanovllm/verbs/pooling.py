@@ -165,7 +165,7 @@ def make_pooling(inputs: InputProcessor, prompts: ListLike[Prompt], pooling: str
                 inputs.checks.check_ids("token id", ids)
             except RequestError as error:
                 raise RequestError(f"prompt {i}: {error}") from None
-            yield inputs.request(text, ids, params, i, PooledState(pooling, len(ids)))
+            yield inputs.request(text, ids, params, i, PooledState(pooling, len(ids)), given)
 
 
 def pooled_output(request: Request, make: Callable[[np.ndarray], Any]) -> PoolingRequestOutput:

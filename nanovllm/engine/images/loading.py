@@ -18,9 +18,10 @@ import numpy as np
 from nanovllm.engine.images.attachment import Images
 from nanovllm.engine.images.sources import Permissions, open_image, read_source
 from nanovllm.engine.text.prompts import as_token_ids, split_prompt
-from nanovllm.engine.text.tokenizer import LOADING_LOCK, AsyncTokenizer
+from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.errors import CheckpointError, ConfigError, RequestError, as_request_error
 from nanovllm.models.vision import VisionConfig
+from nanovllm.utils.checkpoint import LOADING_LOCK
 from nanovllm.validation import did_you_mean
 
 MAX_PIXEL_BYTES = 2 << 30

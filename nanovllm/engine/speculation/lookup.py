@@ -14,6 +14,7 @@ Drafts change no output, so whatever is decided here is a matter of speed. Three
   so it drafts nothing.
 """
 
+from itertools import takewhile
 from time import perf_counter
 from typing import Any
 
@@ -250,12 +251,12 @@ class Speculator:
         length = min(lookup.max_length, room, int(lookup.match * self._factor))
         if lookup.match < lookup.needed or length <= 0:
             return NO_DRAFT, lookup, 0.0
-        draft = lookup.source[lookup.place : lookup.place + length].tolist()
-        if lookup.source is not lookup.chains.text:
-            draft = draft[: draft.index(SEPARATOR)] if SEPARATOR in draft else draft  # to the end of the text
-        elif lookup.place + length > size:
-            period = draft[: size - lookup.place]
-            draft = [period[i % len(period)] for i in range(length)]
+        is_own = lookup.source is lookup.chains.text
+        stop = lookup.place + length
+        known = lookup.source[lookup.place : min(stop, size) if is_own else stop].tolist()
+        draft = list(takewhile(lambda token: token >= 0, known))  # to the end of the text, or to an image
+        if is_own and len(draft) == len(known):  # a period goes on
+            draft = [known[i % len(known)] for i in range(length)]
         return draft, lookup, len(draft) * max(lookup.rate, lookup.match / MAX_MATCH)
 
     def _enter(self, seq: Sequence) -> Lookup | None:

@@ -10,19 +10,18 @@ from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from threading import RLock
 from typing import Any
 
 from nanovllm.engine.text.detokenizer import decode, decode_completion, decode_tokens
 from nanovllm.engine.text.fast_tokenizer import FastTokenizer, load_fast
 from nanovllm.errors import CheckpointError, RequestError
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checkpoint import LOADING_LOCK
 from nanovllm.utils.time_limit import TimeLimitError, time_limit
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 TEMPLATE_SECONDS = 20.0  # for one conversation; most take a millisecond
 MAX_CHARACTERS = 100_000_000  # of a text: a minute of tokenizing, and more tokens than any context
-LOADING_LOCK = RLock()  # imported by two threads at once, transformers lacks its classes in one of them
 
 
 class AsyncTokenizer:
@@ -175,11 +174,13 @@ def _load_with_transformers(model_path: str, trust_remote_code: bool) -> Any:
 
 
 def _as_text(content: Any) -> Any:
-    """A message's content; OpenAI's list of parts becomes its text."""
+    """A message's content; OpenAI's list of parts becomes its text, unless the template is to place images."""
     if content is None:
         return ""
     if not isinstance(content, (list, tuple)):
         return content
+    if {"type": "image"} in content:  # without the image, which is the engine's
+        return [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
     texts = []
     for part in content:
         if isinstance(part, str):
