@@ -35,7 +35,7 @@ class LLM(
     def beam_search(self, prompts: Prompt | ListLike[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """Search the most probable completions with a beam; see ``BeamSearchParams``."""
         with Guard(self):
-            return beam_search(self, prompts, params)
+            return beam_search(self, as_prompts(prompts), params)
 
     def most_probable(self, prompts: Prompt | ListLike[Prompt], k: int) -> list[RequestOutput]:
         """Compute the ``k`` most probable next tokens of one prompt or many, the best first.

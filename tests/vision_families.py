@@ -59,7 +59,8 @@ def qwen3_5():
 def qwen3_5_moe():
     from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 
-    text = {**TEXT, **DELTA, **EXPERTS, "shared_expert_intermediate_size": 40, "rope_parameters": {**PARTIAL, "mrope_interleaved": True}}
+    text = {**TEXT, **DELTA, **EXPERTS, "shared_expert_intermediate_size": 40,
+            "rope_parameters": {**PARTIAL, "mrope_interleaved": True}}
     return Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config=text, vision_config=TOWER, **IDS))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence as ListLike
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.outputs import FinishReason, LogprobsAt, RequestOutput
@@ -79,7 +79,7 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-def beam_search(llm: "LLM", prompts: "Prompt | ListLike[Prompt]", params: BeamSearchParams) -> list[BeamSearchOutput]:
+def beam_search(llm: "LLM", prompts: "ListLike[Prompt]", params: BeamSearchParams) -> list[BeamSearchOutput]:
     """Search the completions of all prompts; a step of all their beams is one call of the engine.
 
     Raises:
@@ -92,14 +92,11 @@ def beam_search(llm: "LLM", prompts: "Prompt | ListLike[Prompt]", params: BeamSe
     eos = frozenset() if params.ignore_eos else frozenset(llm.eos_token_ids)
     # of one beam the step needs its best beam_width continuations and as many that do not end it
     num_candidates = params.beam_width + len(eos)
-    from nanovllm.llm import is_one_prompt  # which imports this module
-
-    every: Any = [prompts] if is_one_prompt(prompts) else list(prompts)
-    outputs = llm.most_probable(every, num_candidates)
+    outputs = llm.most_probable(prompts, num_candidates)
     max_model_len = llm.config.max_model_len
     searches = running = [
         _Search(prompt, output.prompt_token_ids, params, eos, max_model_len)
-        for prompt, output in zip(every, outputs, strict=True)
+        for prompt, output in zip(prompts, outputs, strict=True)
     ]
     while running:
         next_tokens = map(_next_tokens, outputs)

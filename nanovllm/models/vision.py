@@ -7,14 +7,16 @@ imports neither torch nor transformers.
 import re
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from nanovllm.config import Config
 from nanovllm.errors import CheckpointError
 from nanovllm.utils.checkpoint import read_json, tensor_names
 from nanovllm.validation import Rule, at_least, by_field, check, check_all, integer, list_of, optional
+
+if TYPE_CHECKING:
+    from nanovllm.config import Config
 
 OBJECT = Rule("an object", lambda x: isinstance(x, dict))
 SMALL = integer("an integer from 1 to 4096", lambda n: 1 <= n <= 4096)
@@ -66,7 +68,7 @@ class VisionConfig(NamedTuple):
     section: tuple[int, ...]
 
     @classmethod
-    def of(cls, config: Config) -> "VisionConfig | None":
+    def of(cls, config: "Config") -> "VisionConfig | None":
         """Of an engine's checkpoint; None where that has no tower that is supported, or the user wants none."""
         return None if config.language_model_only else cls.read(config.model_path, config.load_format == "dummy")
 
