@@ -78,6 +78,7 @@ def make_checkpoint(family: str, path, seed: int = 0):
             param.data.normal_(0 if "qwen3_5" in family and "visual" not in name else 1, 0.1)
         elif not name.endswith(("A_log", "dt_bias")):
             param.data.normal_(0, 0.15)
+    model.lm_head.weight.data[IMAGE] = 0  # seldom sampled: transformers would take it for an image
     model.save_pretrained(path)
     Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 2048}).save_pretrained(path)
     return model
@@ -121,3 +122,9 @@ class Twin:
         for _ in range(num_tokens):
             ids.append(int(self.logits(ids, images)[-1].argmax()))
         return ids[-num_tokens:]
+
+    def greedy_text(self, ids, num_tokens):
+        """The same for text, whose placeholders are ordinary tokens."""
+        with torch.inference_mode():
+            output = self.model.generate(torch.tensor([ids]), max_new_tokens=num_tokens, do_sample=False)
+        return output[0, len(ids) :].tolist()

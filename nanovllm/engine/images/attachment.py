@@ -34,10 +34,7 @@ class Images(Attachment):
             counts[prompt_ids == vision.image_token_id] = sizes
             prompt_ids = np.repeat(prompt_ids, counts)
         elif num_placeholders != sum(sizes):
-            raise RequestError(
-                f"the prompt has {num_placeholders} image placeholders (token {vision.image_token_id}) and "
-                f"{len(images)} images; write one placeholder for each image."
-            )
+            raise wrong_count(vision, num_placeholders, len(images))
         self._images, self.prompt_ids = images, prompt_ids
         is_image = prompt_ids == vision.image_token_id
         self._first_rows = np.append(0, np.cumsum(sizes))  # of each image, among the tokens of images
@@ -61,6 +58,13 @@ class Images(Attachment):
         after = np.arange(max(start, length), max(stop, length), dtype=np.int32) + shift
         positions = np.concatenate([self._positions[:, start:stop], np.broadcast_to(after, (3, len(after)))], axis=1)
         return ImagePart(tuple(rows), positions, shift)
+
+
+def wrong_count(vision: VisionConfig, num_placeholders: int, num_images: int) -> RequestError:
+    return RequestError(
+        f"the prompt has {num_placeholders} image placeholders (token {vision.image_token_id}) and {num_images} images; "
+        "write one placeholder for each image."
+    )
 
 
 def content_ids(digest: bytes, num_tokens: int) -> np.ndarray:

@@ -7,15 +7,16 @@ Owns the checkpoint's image processor, which is transformers', and the pixels th
 import hashlib
 import json
 import os
+import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 import numpy as np
 
-from nanovllm.engine.images.attachment import Images
+from nanovllm.engine.images.attachment import Images, wrong_count
 from nanovllm.engine.images.sources import Permissions, open_image, read_source
 from nanovllm.engine.text.prompts import as_token_ids, split_prompt
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
@@ -41,16 +42,18 @@ class Image:
     def __init__(self, loader: "ImageLoader", source: Any, options: dict[str, Any]):
         self._loader, self._source, self._options = loader, source, options
         pixels = loader.process(source, options)
-        self.grid = np.array(pixels["image_grid_thw"][0], np.int64)
+        self.grid = pixels["image_grid_thw"][0].numpy()
         self.num_tokens = loader.vision.num_tokens(self.grid)
         contents = source if isinstance(source, bytes) else b"%r" % (source.size,) + source.convert("RGB").tobytes()
         name = json.dumps([options, self.grid.tolist()], sort_keys=True, default=str)
         self.digest = hashlib.blake2b(contents, digest_size=16, key=hashlib.md5(name.encode()).digest()).digest()
-        loader.keep(self, pixels)
+        self._key = object()
+        loader.keep(self._key, pixels)
+        weakref.finalize(self, loader.let_go, self._key)  # no tower has taken them: the prefix cache had the image
 
     def take_pixels(self) -> dict[str, Any]:
         """The tensors that the tower takes, on the CPU; they are kept no longer."""
-        pixels = self._loader.let_go(self)
+        pixels = self._loader.let_go(self._key)
         return self._loader.process(self._source, self._options) if pixels is None else pixels
 
 
@@ -72,8 +75,8 @@ class ImageLoader:
         self._model_path, self._tokenizer = model_path, tokenizer
         self.threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="nanovllm-images")
         self.num_bytes = 0  # of the pixels that wait
-        self._waiting: OrderedDict[Image, dict[str, Any]] = OrderedDict()
-        self._lock = Lock()
+        self._waiting: OrderedDict[object, dict[str, Any]] = OrderedDict()
+        self._lock = RLock()  # a collection may let go of pixels in a thread that holds it
         self._processors: dict[str, Any] = {}  # by their options
         self._processor(options, ConfigError)
 
@@ -105,7 +108,7 @@ class ImageLoader:
         ids = as_token_ids(ids)
         num_placeholders = np.count_nonzero(ids == self.vision.image_token_id)
         if num_placeholders != len(sources) and (num_placeholders < len(sources) or not sources):
-            Images(self.vision, ids, [])  # raises, with both counts
+            raise wrong_count(self.vision, num_placeholders, len(sources))
         given = sources, options
         return text, ids, self.load(*given) if processes else given
 
@@ -153,17 +156,17 @@ class ImageLoader:
         except Exception as error:  # of sizes that the processor does not take
             raise RequestError(f"the image processor cannot take this image: {error!s:.300}") from None
 
-    def keep(self, image: Image, pixels: dict[str, Any]) -> None:
+    def keep(self, key: object, pixels: dict[str, Any]) -> None:
         """Keep pixels for the tower, and drop the oldest beyond ``MAX_PIXEL_BYTES``."""
         with self._lock:
-            self._waiting[image] = pixels
+            self._waiting[key] = pixels
             self.num_bytes += _num_bytes(pixels)
             while self.num_bytes > MAX_PIXEL_BYTES and len(self._waiting) > 1:
                 self.num_bytes -= _num_bytes(self._waiting.popitem(last=False)[1])
 
-    def let_go(self, image: Image) -> dict[str, Any] | None:
+    def let_go(self, key: object) -> dict[str, Any] | None:
         with self._lock:
-            pixels = self._waiting.pop(image, None)
+            pixels = self._waiting.pop(key, None)
             self.num_bytes -= 0 if pixels is None else _num_bytes(pixels)
             return pixels
 

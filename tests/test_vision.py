@@ -1,0 +1,193 @@
+"""Images through the engine: chunks, the prefix cache, preemption, drafts, ranks; the oracle is transformers."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+import vision_families
+from vision_families import END, IMAGE, START, Twin, image
+
+from nanovllm import LLM, RequestError, SamplingParams
+from nanovllm.engine.images import loading
+from nanovllm.engine.images.attachment import content_ids
+
+PAGE, WIDE, TALL = image(40, 24, 1), image(33, 70, 2), image(90, 18, 3)
+PROMPTS = [  # token ids with a placeholder for each image, and the images
+    ([5, 6, START, IMAGE, END, 9, START, IMAGE, END, 7, 8, 3], [PAGE, WIDE]),
+    ([4, 3, 2], []),
+    ([IMAGE, 9, 8], [WIDE]),
+    ([9, 8, 7, START, IMAGE], [PAGE]),
+    ([IMAGE, 1, 7, 1, 7] * 3, [PAGE, TALL, PAGE]),
+]
+GIVEN = [{"prompt_token_ids": ids, "multi_modal_data": {"image": images}} for ids, images in PROMPTS]
+N = 6
+GREEDY = SamplingParams(temperature=0, max_tokens=N, ignore_eos=True)
+FAMILIES = ["qwen3_vl", "qwen3_5"]  # with deepstack; with recurrent layers
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request, tmp_path_factory):
+    """Directory, and the tokens that transformers continues PROMPTS with."""
+    path = tmp_path_factory.mktemp(request.param)
+    twin = Twin(vision_families.make_checkpoint(request.param, path), path)
+    return str(path), [twin.greedy(ids, images, N) for ids, images in PROMPTS], twin
+
+
+def engine(path, **options):
+    options = {"kvcache_block_size": 16, "dtype": "float32", "quiet": True} | options
+    return LLM(str(path), skip_tokenizer_init=True, **options)
+
+
+def tokens(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("options", [
+    {"max_num_batched_tokens": 16, "max_num_seqs": 4},  # every image is cut
+    {"max_num_batched_tokens": 23, "max_num_seqs": 2, "enable_prefix_caching": False, "enforce_eager": True},
+    {"speculative_config": {"method": "suffix", "adaptive": False}},
+    {"tensor_parallel_size": 2, "max_num_batched_tokens": 50, "max_num_seqs": 8},
+], ids=["chunks", "eager", "drafts", "ranks"])  # fmt: skip
+def test_tokens_are_those_of_transformers(checkpoint, options):
+    """Twice: the second time beginnings come from the prefix cache, if there is one."""
+    if options.get("tensor_parallel_size", 1) > 1 and torch.cuda.is_available() and torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    path, expected, _ = checkpoint
+    with engine(path, **options) as llm:
+        for _ in range(2):
+            outputs = llm.generate(GIVEN, GREEDY, use_tqdm=False)
+            assert tokens(outputs) == expected
+        for output, (ids, images) in zip(outputs, PROMPTS, strict=True):
+            assert output.prompt_token_ids.count(IMAGE) >= len(images)
+            assert [token for token in output.prompt_token_ids if token != IMAGE] == [t for t in ids if t != IMAGE]
+
+
+def test_logprobs_of_the_prompt(checkpoint):
+    path, _, twin = checkpoint
+    ids, images = PROMPTS[0]
+    with engine(path) as llm:
+        (output,) = llm.generate(GIVEN[0], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    expected = twin.logits(ids, images).log_softmax(-1)
+    for place, (token, found) in enumerate(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)):
+        if place:
+            assert found[token].logprob == pytest.approx(expected[place - 1, token].item(), abs=2e-5)
+
+
+def test_the_same_image_is_found_and_no_other(checkpoint):
+    """In a prompt of text alone the placeholder is an ordinary token, which no image stands for."""
+    path, _, twin = checkpoint
+    near = np.array(TALL)
+    near[-1, -1, 0] ^= 1
+    ids, length = [START, IMAGE, END, *range(3, 90)], 16
+    with engine(path) as llm:
+        first = llm.generate({"prompt_token_ids": ids, "multi_modal_data": {"image": TALL}}, GREEDY, use_tqdm=False)[0]
+        again = llm.generate({"prompt_token_ids": ids, "multi_modal_data": {"image": TALL}}, GREEDY, use_tqdm=False)[0]
+        other = llm.generate({"prompt_token_ids": ids, "multi_modal_data": {"image": near}}, GREEDY, use_tqdm=False)[0]
+        text = llm.generate(first.prompt_token_ids, GREEDY, use_tqdm=False)[0]
+    assert first.num_cached_tokens == 0 and again.num_cached_tokens >= length
+    assert other.num_cached_tokens < length and text.num_cached_tokens < length
+    assert tokens([first, again]) == [twin.greedy(ids, [TALL], N)] * 2
+
+
+def test_content_ids():
+    a, b = content_ids(b"a" * 16, 500), content_ids(b"b" * 16, 500)
+    assert (a < 0).all() and (b < 0).all() and not (a == b).any()
+    assert np.array_equal(a[:7], content_ids(b"a" * 16, 7))
+
+
+def test_preempted(checkpoint, monkeypatch):
+    """The images of a preempted request are processed again from their sources."""
+    path, _, _ = checkpoint
+    taken = []
+    original = loading.Image.take_pixels
+    monkeypatch.setattr(loading.Image, "take_pixels", lambda self: taken.append(self) or original(self))
+    params = SamplingParams(temperature=0, max_tokens=60)
+    given = [GIVEN[i] for i in (0, 2, 3, 4)]
+    with engine(path, enable_prefix_caching=False, num_kvcache_blocks=13, max_model_len=200) as llm:
+        crowded = tokens(llm.generate(given, params, use_tqdm=False))
+        assert llm.scheduler.num_preemptions > 0
+        assert len(taken) > len(set(taken))
+    with engine(path, enable_prefix_caching=False) as llm:
+        assert tokens(llm.generate(given, params, use_tqdm=False)) == crowded
+
+
+def test_pixels_are_bounded(checkpoint, monkeypatch):
+    """Beyond the bound they are dropped, and made again; at the end none is left."""
+    path, expected, _ = checkpoint
+    monkeypatch.setattr(loading, "MAX_PIXEL_BYTES", 1)
+    with engine(path) as llm:
+        ids = [llm.add_request(prompt, GREEDY) for prompt in GIVEN]
+        found = {}
+        while not llm.is_finished():
+            found |= dict(llm.step()[0])
+        assert [found[request_id] for request_id in ids] == expected
+        assert llm._inputs.attachments.num_bytes == 0
+
+
+def test_several_completions_and_penalties(checkpoint):
+    path, _, twin = checkpoint
+    with engine(path) as llm:
+        several = llm.generate(GIVEN[0], SamplingParams(seed=5, max_tokens=N, n=3), use_tqdm=False)[0]
+        alone = [llm.generate(GIVEN[0], SamplingParams(seed=5 + i, max_tokens=N), use_tqdm=False)[0] for i in range(3)]
+        assert [each.token_ids for each in several.outputs] == tokens(alone)
+        params = SamplingParams(temperature=0, max_tokens=N, repetition_penalty=1.7, ignore_eos=True)
+        (found,) = tokens(llm.generate(GIVEN[0], params, use_tqdm=False))
+    ids, images = PROMPTS[0]
+    expected = []
+    for _ in range(N):
+        logits = twin.logits([*ids, *expected], images)[-1].clone()
+        seen = [token for token in {*ids, *expected} if token != IMAGE]  # which is never sampled
+        logits[seen] = torch.where(logits[seen] > 0, logits[seen] / 1.7, logits[seen] * 1.7)
+        expected.append(int(logits.argmax()))
+    assert found == expected
+
+
+def test_after_sleep_and_new_weights(checkpoint):
+    """The tower keeps its weights."""
+    path, expected, _ = checkpoint
+    with engine(path) as llm:
+        llm.sleep()
+        llm.wake_up()
+        assert tokens(llm.generate(GIVEN, GREEDY, use_tqdm=False)) == expected
+        llm.reset_prefix_cache()
+        assert tokens(llm.generate(GIVEN, GREEDY, use_tqdm=False)) == expected
+
+
+def test_a_processor_of_logits_sees_placeholders(checkpoint):
+    path, _, _ = checkpoint
+    seen = []
+
+    def process(prompt_ids, token_ids, logits):
+        seen.append(list(prompt_ids))
+        return logits
+
+    with engine(path) as llm:
+        params = SamplingParams(temperature=0, max_tokens=2, logits_processors=[process])
+        (output,) = llm.generate(GIVEN[3], params, use_tqdm=False)
+    assert seen[0] == output.prompt_token_ids and IMAGE in seen[0]
+
+
+def test_an_expanded_prompt_may_come_back(checkpoint):
+    """As a chat's next turn by token ids."""
+    path, expected, _ = checkpoint
+    with engine(path) as llm:
+        (output,) = llm.generate(GIVEN[0], GREEDY, use_tqdm=False)
+        again = {"prompt_token_ids": output.prompt_token_ids, "multi_modal_data": {"image": PROMPTS[0][1]}}
+        assert tokens(llm.generate(again, GREEDY, use_tqdm=False)) == expected[:1]
+        (cut,) = llm.generate({**again, "prompt_token_ids": output.prompt_token_ids[:-20]}, GREEDY, use_tqdm=False)
+        assert cut.outputs[0].finish_reason == "error"
+        assert re.search(r"\d+ image placeholders .* and 2 images", cut.outputs[0].stop_reason)
+        with pytest.raises(RequestError, match=r"1 image placeholders .* and 2 images"):
+            llm.generate({**again, "prompt_token_ids": [IMAGE, 5]}, GREEDY, use_tqdm=False)
+
+
+def test_a_sampled_placeholder_is_text(checkpoint):
+    """It has the embedding of its id, and shares no block with an image."""
+    path, _, twin = checkpoint
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, allowed_token_ids=[IMAGE])
+    with engine(path) as llm:
+        (output,) = llm.generate(GIVEN[3], params, use_tqdm=False)
+        assert output.outputs[0].token_ids == [IMAGE] * 40
+        text = [4, 3, *[IMAGE] * 20]
+        assert tokens(llm.generate(text, GREEDY, use_tqdm=False)) == [twin.greedy_text(text, N)]
