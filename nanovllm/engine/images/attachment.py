@@ -1,7 +1,7 @@
 """The images of one prompt: their places among its tokens, their positions, and the parts of them that chunks need."""
 
 import hashlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -60,10 +60,10 @@ class Images(Attachment):
         return ImagePart(tuple(rows), positions, shift)
 
 
-def wrong_count(vision: VisionConfig, num_placeholders: int, num_images: int) -> RequestError:
+def wrong_count(vision: VisionConfig, num_placeholders: Any, num_images: int) -> RequestError:
     return RequestError(
-        f"the prompt has {num_placeholders} image placeholders (token {vision.image_token_id}) and {num_images} images; "
-        "write one placeholder for each image."
+        f"the prompt has {num_placeholders} image placeholders (token {vision.image_token_id}) and {num_images} "
+        "images; write one placeholder for each image."
     )
 
 
