@@ -84,6 +84,33 @@ def make_checkpoint(family: str, path, seed: int = 0):
     return model
 
 
+CHARACTERS = [chr(i) for i in range(32, 127)] + ["\n"]
+SPECIAL = {"<|image_pad|>": IMAGE, "<|video_pad|>": 191, "<|vision_start|>": START, "<|vision_end|>": END,
+           "<|im_start|>": 194, "<|im_end|>": 195}  # fmt: skip
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def add_tokenizer(path) -> None:
+    """A token for each character of ASCII, the special ones of Qwen's families, and their chat template."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    names = {i: name for name, i in SPECIAL.items()}
+    vocab = {name: i for i, name in enumerate(CHARACTERS)}
+    vocab |= {names.get(i, f"<{i}>"): i for i in range(len(vocab), TEXT["vocab_size"])}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<199>"))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(list(SPECIAL))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=TEMPLATE)
+    fast.save_pretrained(path)
+
+
 def image(height: int, width: int, seed: int = 0):
     """A PIL image of smooth noise."""
     from PIL import Image

@@ -70,6 +70,8 @@ class RequestFuture(Future[RequestOutput]):
 
         To be asked after any step, until an output is ``finished``. ``cumulative``: the output from the beginning.
         """
+        if not self._request.completions:  # its turn has not come
+            return None
         self._deltas = self._deltas or DeltaStream(self._request)
         output = self._deltas.delta(cumulative)
         caller: Any = self._request.caller

@@ -63,19 +63,25 @@ class Chat(LLMEngine):
         }
         given = {name: value for name, value in arguments.items() if value is not None}
         options = {**(chat_template_kwargs or {}), **template_variables, **given}
-        options.setdefault("add_generation_prompt", not options.get("continue_final_message"))
         self._require_ready()
+        return self.generate(self.chat_prompts(conversations, **options), sampling_params, use_tqdm)
+
+    def chat_prompts(self, conversations: ListLike[Conversation], **options: Any) -> list[Prompt]:
+        """Conversations as prompts for ``generate``: text, token ids, and images. ``options``: of
+        ``apply_chat_template``, by default ``add_generation_prompt=True``; any thread may call it."""
+        options.setdefault("add_generation_prompt", not options.get("continue_final_message"))
         split = [self.split_parts(conversation) for conversation in conversations]
         texts = [self.apply_chat_template(conversation, **options) for conversation, _ in split]
         encoded = zip(texts, self.tokenize(texts, add_special_tokens=False), split, strict=True)
-        prompts: list[Prompt] = [
-            {"prompt": text, "prompt_token_ids": ids, **others} for text, ids, (_, others) in encoded
-        ]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return [{"prompt": text, "prompt_token_ids": ids, **others} for text, ids, (_, others) in encoded]
 
     def split_parts(self, conversation: Conversation) -> tuple[Conversation, dict[str, Any]]:
         """A conversation for the chat template, and the keys of a prompt that hold its parts besides text."""
         return conversation, {}
+
+    def load_parts(self, prompt: Prompt) -> Prompt:
+        """A prompt that is to be used several times, with its parts besides text loaded; raises RequestError."""
+        return prompt
 
     @property
     def tokenizer(self) -> Any:

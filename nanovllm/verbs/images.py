@@ -1,27 +1,29 @@
-"""``LLM.generate`` and ``chat`` with images: they are loaded on threads, a window ahead of the scheduler."""
+"""Prompts with images: these load on threads, a window ahead of the scheduler."""
 
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as ListLike
+from functools import cached_property
 from typing import Any
 
-from nanovllm.engine.callers import collect
+from nanovllm.engine.callers import Caller, collect
+from nanovllm.engine.futures import RequestFuture
 from nanovllm.engine.guard import Guard
-from nanovllm.engine.images.loading import MAX_PIXEL_BYTES, NUM_THREADS, ImageLoader
+from nanovllm.engine.images.loading import ImageLoader
 from nanovllm.engine.images.messages import take_images
-from nanovllm.engine.input_processor import InputProcessor, Params
-from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.images.turns import POLL_S, Draft, Turns
+from nanovllm.engine.input_processor import Params
 from nanovllm.engine.request import Request
-from nanovllm.engine.text.prompts import Prompt, as_prompts, as_token_ids
+from nanovllm.engine.text.prompts import Prompt, as_prompts
 from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.verbs.chat import Conversation
+from nanovllm.verbs.chat import Chat, Conversation
+from nanovllm.verbs.streaming import Streaming
 
-AHEAD = 2 * NUM_THREADS  # images that are being loaded
 
-
-class ImageVerbs(LLMEngine):
+class ImageVerbs(Chat, Streaming):
     """Takes prompts with images."""
 
     def generate(self, prompts: Prompt | ListLike[Prompt], sampling_params: Params = None,
@@ -43,15 +45,41 @@ class ImageVerbs(LLMEngine):
         Raises:
             RequestError: a prompt can never be served, or the counts differ; nothing was computed.
         """
-        prompts, loader = as_prompts(prompts), self._inputs.attachments
-        if not isinstance(loader, ImageLoader) or not any(map(loader.takes, prompts)):
+        prompts = as_prompts(prompts)
+        if self._loader is None or not any(map(self._loader.takes, prompts)):
             return super().generate(prompts, sampling_params, use_tqdm)
         with Guard(self):
             self._require_ready()
             params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-            drafts = drafts_of(self._inputs, loader, prompts, params)
-            requests = in_turn(self._inputs, loader, drafts, self.scheduler.is_finished)
-            return collect(self, [], Request.output, use_tqdm, requests, len(prompts))
+            drafts: deque[Any] = deque()
+            for i, given in enumerate(self._inputs.params_of(len(prompts), params)):
+                try:
+                    drafts.append(self._begin(prompts[i], self._inputs.checks.copy_of(given), i))
+                except RequestError as error:
+                    raise RequestError(f"prompt {i}: {error}" if len(prompts) > 1 else str(error)) from None
+            in_turn = self._in_turn(drafts.popleft() for _ in range(len(drafts)))
+            return collect(self, [], Request.output, use_tqdm, in_turn, len(prompts))
+
+    def submit(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestFuture:
+        """Queue one prompt; see ``Streaming.submit``. It waits for no image: one that cannot be read makes an output
+        whose ``finish_reason`` is "error".
+        """
+        if self._loader is None or not self._loader.takes(prompt):
+            return super().submit(prompt, sampling_params)
+        with Guard(self):
+            self._require_ready()
+            params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+            draft = self._begin(prompt, self._inputs.checks.copy_of(params), 0)
+            request = draft.request
+            request.num_unfinished = request.params.n
+            self._register([request], self._submitted)
+            future = self._submitted.futures[request.request_id] = RequestFuture(self, request)
+            self._feeder.drafts.append(draft)
+        return future
+
+    def is_finished(self) -> bool:
+        """Whether every queued request is reported, finished or dropped, and every future resolved."""
+        return super().is_finished() and not (self._loader is not None and self._feeder.turns)
 
     def split_parts(self, conversation: Conversation) -> tuple[Conversation, dict[str, Any]]:
         """A conversation for the chat template, and the keys of a prompt that hold its images."""
@@ -60,52 +88,60 @@ class ImageVerbs(LLMEngine):
         conversation, images = take_images(list(conversation))
         return conversation, {"multi_modal_data": {"image": images}} if images else {}
 
+    def load_parts(self, prompt: Prompt) -> Prompt:
+        """A prompt that is to be used several times, with its images loaded; raises RequestError."""
+        if self._loader is None or not self._loader.takes(prompt):
+            return prompt
+        text, ids, images = self._loader.begin(prompt)
+        self._loader.finish(ids, images)
+        loaded = {"multi_modal_data": {"image": [image.result() for image in images]}}
+        return {"prompt": text, "prompt_token_ids": ids, **loaded}
 
-Draft = tuple[str | None, Any, Any, SamplingParams]  # of a request: text, token ids, sources of its images, parameters
+    # ---------------------------------------------------------------- a window of images
+
+    @property
+    def _loader(self) -> ImageLoader | None:
+        return self._inputs.attachments if isinstance(self._inputs.attachments, ImageLoader) else None
+
+    def _begin(self, prompt: Prompt, params: SamplingParams, index: int) -> Any:
+        """A draft of a prompt with images, or else the request. Checks all that needs no image to be opened."""
+        if self._loader is None or not self._loader.takes(prompt):
+            return super()._begin(prompt, params, index)
+        text, ids, given = self._loader.begin(prompt, processes=False)
+        self._inputs.checks.check_ids("token id", ids)
+        return Draft(self._inputs.request(text, ids, params, index), *given)
+
+    def _in_turn(self, requests: Iterable[Any]) -> Iterator[Any]:
+        """The requests, as their images are there; None while the next one's are not, and the engine has work."""
+        if self._loader is None:
+            yield from requests
+            return
+        iterator = iter(requests)
+        turns, has_work = Turns(self._inputs, self._loader, lambda: next(iterator, None)), False
+        while turns:
+            request = turns.take(0.0 if has_work or not self.scheduler.is_finished() else POLL_S)
+            has_work = request is not None
+            yield request
+
+    @cached_property
+    def _feeder(self) -> "Feeder":
+        self._callers.append(feeder := Feeder(self))
+        return feeder
 
 
-def drafts_of(inputs: InputProcessor, loader: ImageLoader, prompts: ListLike[Any], params: Params) -> deque[Draft]:
-    """Check all of a call that needs no image to be opened; raises RequestError."""
-    drafts: deque[Draft] = deque()
-    for i, (prompt, given) in enumerate(zip(prompts, inputs.params_of(len(prompts), params), strict=True)):
-        try:
-            params = inputs.checks.copy_of(given)
-            if loader.takes(prompt):
-                drafts.append((*loader.begin(prompt, processes=False), params))
-            else:
-                ((text, ids),) = inputs.encode([prompt])
-                ids, params = inputs.checks.checked(as_token_ids(ids), params)
-                inputs.checks.check_ids("token id", ids)
-                drafts.append((text, ids, None, params))
-        except RequestError as error:
-            raise RequestError(f"prompt {i}: {error}" if len(prompts) > 1 else str(error)) from None
-    return drafts
+class Feeder(Caller):
+    """Queues requests of ``submit`` between two steps, as their images are there; never asked for results itself."""
 
+    def __init__(self, engine: ImageVerbs):
+        super().__init__()
+        self._engine = weakref.ref(engine)  # which holds this
+        self.drafts: deque[Draft] = deque()
+        loader: Any = engine._loader
+        self.turns = Turns(engine._inputs, loader, lambda: self.drafts.popleft() if self.drafts else None)
 
-def in_turn(inputs: InputProcessor, loader: ImageLoader, drafts: deque[Draft],
-            is_idle: Callable[[], bool]) -> Iterator[Request | None]:
-    """The requests, as their images are there; None while the next one's are not, and the engine has work."""
-    loading: deque[tuple[Draft, list]] = deque()
-    index, num_given = 0, 0
-    while drafts or loading:
-        while drafts and (not loading or (sum(len(images) for _, images in loading) < AHEAD
-                                          and loader.num_bytes < MAX_PIXEL_BYTES // 2)):  # fmt: skip
-            draft = drafts.popleft()
-            loading.append((draft, [] if draft[2] is None else loader.load(*draft[2])))
-        (text, ids, sources, params), images = loading[0]
-        if not all(image.done() for image in images) and (num_given or not is_idle()):
-            num_given = 0
-            yield None
-            continue
-        loading.popleft()
-        try:
-            given = ids if sources is None else loader.finish(ids, images)
-            if sources is not None:
-                ids, params = inputs.checks.checked(as_token_ids(given), params)
-                inputs.checks.check_ids("token id", ids)
-            request = inputs.request(text, ids, params, index, given=given)
-        except RequestError as error:
-            request = inputs.request(text, ids, params, index)
-            request.failure, request.readout = ("error", str(error)), None
-        index, num_given = index + 1, num_given + 1
-        yield request
+    def between_steps(self, is_idle: bool) -> None:
+        engine: Any = self._engine()
+        while (request := self.turns.take(POLL_S if is_idle else 0.0)) is not None:
+            if request.request_id in engine._submitted.unfinished:  # else it was aborted
+                engine._queue([request], engine._submitted)
+                is_idle = False

@@ -59,7 +59,7 @@ class Streaming(LLMEngine):
                 is_pair = isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], SamplingParams)
                 prompt, params = item if is_pair else (item, None)
                 try:
-                    request = self._inputs.make(prompt, default if params is None else copy_of(params), index)
+                    request = self._begin(prompt, default if params is None else copy_of(params), index)
                 except BaseException as error:
                     refused = as_request_error(error)
                     if on_error is None:
@@ -68,10 +68,18 @@ class Streaming(LLMEngine):
                 else:
                     yield request
 
-        with closing(run(self, [], requests())) as steps:
+        with closing(run(self, [], self._in_turn(requests()))) as steps:
             for _, finished in steps:
                 for request in finished:
                     yield request.output()
+
+    def _begin(self, prompt: Prompt, params: SamplingParams, index: int) -> Any:
+        """A request, or what ``_in_turn`` makes one of; raises RequestError."""
+        return self._inputs.make(prompt, params, index)
+
+    def _in_turn(self, requests: Iterable[Any]) -> Iterable[Any]:
+        """The requests of what ``_begin`` returned; None: the next one is not ready."""
+        return requests
 
     def submit(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestFuture:
         """Queue one prompt; return a ``concurrent.futures.Future`` of its ``RequestOutput``.

@@ -33,10 +33,11 @@ class Images(Attachment):
             counts = np.ones(len(prompt_ids), np.int64)
             counts[prompt_ids == vision.image_token_id] = sizes
             prompt_ids = np.repeat(prompt_ids, counts)
-        elif num_placeholders != sum(sizes):
+        elif num_placeholders < sum(sizes):
             raise wrong_count(vision, num_placeholders, len(images))
         self._images, self.prompt_ids = images, prompt_ids
         is_image = prompt_ids == vision.image_token_id
+        is_image &= np.cumsum(is_image) <= sum(sizes)  # behind them the model may have sampled the id
         self._first_rows = np.append(0, np.cumsum(sizes))  # of each image, among the tokens of images
         self._row = np.append(0, np.cumsum(is_image))  # tokens of images before each token
         self.token_ids = prompt_ids.astype(np.int32)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from nanovllm.config import Config
-from nanovllm.engine.images.loading import ImageLoader
+from nanovllm.engine.images.loading import ImageLoader, has_images
 from nanovllm.engine.images.sources import Permissions
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.errors import RequestError
@@ -19,7 +19,7 @@ class Refusal:
     def __init__(self, reason: str):
         self._reason = reason
 
-    takes = staticmethod(ImageLoader.takes)
+    takes = staticmethod(has_images)
 
     def encode(self, prompt: Mapping[str, Any]) -> NoReturn:
         raise RequestError(f"this engine takes no images: {self._reason}.")
@@ -34,7 +34,8 @@ def make_images(config: Config, tokenizer: AsyncTokenizer) -> ImageLoader | Refu
         return None
     if missing := vision.missing():
         return Refusal(f"they need {missing}; pip install 'nanovllm[vision]'")
-    permissions = Permissions(config.allowed_local_media_path, tuple(config.allowed_media_domains or ()))
+    domains = tuple(map(str.lower, config.allowed_media_domains or ()))
+    permissions = Permissions(config.allowed_local_media_path, domains)
     limit = (config.limit_mm_per_prompt or {}).get("image", NO_LIMIT)
     options = config.mm_processor_kwargs or {}
     return ImageLoader(vision, config.model_path, tokenizer, permissions, limit, options)

@@ -11,6 +11,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from threading import RLock
 from typing import Any
 
@@ -30,6 +31,10 @@ NUM_THREADS = min(16, os.cpu_count() or 1)
 KEYS = ("multi_modal_data", "mm_processor_kwargs")
 
 
+def has_images(prompt: Any) -> bool:
+    return isinstance(prompt, Mapping) and any(prompt.get(key) for key in KEYS)
+
+
 class Image:
     """One image of a prompt; its source is kept until the request is finished.
 
@@ -41,10 +46,11 @@ class Image:
 
     def __init__(self, loader: "ImageLoader", source: Any, options: dict[str, Any]):
         self._loader, self._source, self._options = loader, source, options
-        pixels = loader.process(source, options)
+        image = open_image(source)
+        pixels = loader.process(image, options)
         self.grid = pixels["image_grid_thw"][0].numpy()
         self.num_tokens = loader.vision.num_tokens(self.grid)
-        contents = source if isinstance(source, bytes) else b"%r" % (source.size,) + source.convert("RGB").tobytes()
+        contents = source if isinstance(source, bytes) else b"%r" % (image.size,) + image.tobytes()
         name = json.dumps([options, self.grid.tolist()], sort_keys=True, default=str)
         self.digest = hashlib.blake2b(contents, digest_size=16, key=hashlib.md5(name.encode()).digest()).digest()
         self._key = object()
@@ -54,7 +60,7 @@ class Image:
     def take_pixels(self) -> dict[str, Any]:
         """The tensors that the tower takes, on the CPU; they are kept no longer."""
         pixels = self._loader.let_go(self._key)
-        return self._loader.process(self._source, self._options) if pixels is None else pixels
+        return self._loader.process(open_image(self._source), self._options) if pixels is None else pixels
 
 
 class ImageLoader:
@@ -78,27 +84,36 @@ class ImageLoader:
         self._waiting: OrderedDict[object, dict[str, Any]] = OrderedDict()
         self._lock = RLock()  # a collection may let go of pixels in a thread that holds it
         self._processors: dict[str, Any] = {}  # by their options
-        self._processor(options, ConfigError)
+        for given in ({}, options):
+            self._processor(given, ConfigError)
 
     # ---------------------------------------------------------------- prompts
 
-    @staticmethod
-    def takes(prompt: Any) -> bool:
-        """Whether a prompt has images."""
-        return isinstance(prompt, Mapping) and any(prompt.get(key) for key in KEYS)
+    @cached_property
+    def _placeholder(self) -> str:
+        """The text of an image's placeholder; "" without a tokenizer."""
+        has_tokenizer = self._tokenizer.tokenizer is not None
+        return self._tokenizer.decode([[self.vision.image_token_id]], False)[0] if has_tokenizer else ""
 
-    def encode(self, prompt: Mapping[str, Any]) -> tuple[str | None, Images]:
+    def takes(self, prompt: Any) -> bool:
+        """Whether a prompt has images, or its text a placeholder of one: without the image, that is an error."""
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        has_placeholder = isinstance(text, str) and self._placeholder != "" and self._placeholder in text
+        return has_placeholder or has_images(prompt)
+
+    def encode(self, prompt: Any) -> tuple[str | None, Images]:
         """The text of a prompt with images, and the attachment; raises RequestError. Waits for the images."""
         text, ids, images = self.begin(prompt)
         return text, self.finish(ids, images)
 
-    def begin(self, prompt: Mapping[str, Any], processes: bool = True) -> tuple[str | None, np.ndarray, Any]:
+    def begin(self, prompt: Any, processes: bool = True) -> tuple[str | None, np.ndarray, Any]:
         """Check the form of a prompt, tokenize it, and begin to load its images.
 
         ``processes``: False returns in place of futures the sources, for ``load``.
         """
+        prompt = {"prompt": prompt} if isinstance(prompt, str) else prompt
         text, ids = split_prompt({key: prompt[key] for key in prompt if key not in KEYS})
-        if ids is None:
+        if is_text := ids is None:
             (ids,) = self._tokenizer.encode([text])
         sources, options = self._sources(prompt), prompt.get("mm_processor_kwargs") or {}
         if not isinstance(options, Mapping):
@@ -107,10 +122,10 @@ class ImageLoader:
         self._processor(options, RequestError)
         ids = as_token_ids(ids)
         num_placeholders = np.count_nonzero(ids == self.vision.image_token_id)
-        if num_placeholders != len(sources) and (num_placeholders < len(sources) or not sources):
+        # ids may have one for each token of the images, and others that the model has sampled
+        if num_placeholders != len(sources) and (is_text or num_placeholders < len(sources) or not sources):
             raise wrong_count(self.vision, num_placeholders, len(sources))
-        given = sources, options
-        return text, ids, self.load(*given) if processes else given
+        return text, ids, self.load(sources, options) if processes else (sources, options)
 
     def load(self, sources: list[Any], options: dict[str, Any]) -> "list[Future[Image]]":
         """Begin to load images, on threads."""
@@ -128,7 +143,7 @@ class ImageLoader:
         return Images(self.vision, ids, found)
 
     def _load(self, source: Any, options: dict[str, Any]) -> Image:
-        return Image(self, read_source(source, self.permissions), options)
+        return source if isinstance(source, Image) else Image(self, read_source(source, self.permissions), options)
 
     def _sources(self, prompt: Mapping[str, Any]) -> list[Any]:
         data = prompt.get("multi_modal_data") or {}
@@ -148,9 +163,8 @@ class ImageLoader:
 
     # ---------------------------------------------------------------- pixels
 
-    def process(self, source: Any, options: dict[str, Any]) -> dict[str, Any]:
-        """The tensors that the tower takes of one image, on the CPU; raises RequestError."""
-        image = open_image(source)
+    def process(self, image: Any, options: dict[str, Any]) -> dict[str, Any]:
+        """The tensors that the tower takes of an upright RGB image, on the CPU; raises RequestError."""
         try:
             return dict(self._processor(options, RequestError)(images=[image], return_tensors="pt"))
         except Exception as error:  # of sizes that the processor does not take
@@ -183,9 +197,6 @@ class ImageLoader:
         with self._lock:
             return self._processors.setdefault(key, processor)
 
-    def close(self) -> None:
-        self.threads.shutdown(wait=False, cancel_futures=True)
-
 
 def make_processor(model_path: str, options: dict[str, Any]) -> Any:
     """transformers' image processor, of torchvision where that is installed, else of PIL; TypeError for an option."""
@@ -197,6 +208,8 @@ def make_processor(model_path: str, options: dict[str, Any]) -> Any:
         try:
             processor = AutoImageProcessor.from_pretrained(model_path, backend=backend, **options)
         except Exception as error:
+            if options:  # without them it was loaded
+                raise TypeError(f"{error!s:.300}") from None
             raise CheckpointError(f"the image processor of {model_path} cannot be loaded: {error!s:.500}") from None
     known = processor.valid_kwargs.__annotations__
     for name in options:

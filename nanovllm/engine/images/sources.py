@@ -9,7 +9,10 @@ import io
 import urllib.error
 import urllib.parse
 import urllib.request
+from contextlib import closing
+from http.client import HTTPException
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,10 +20,11 @@ import numpy as np
 from nanovllm.errors import RequestError
 
 MAX_BYTES = 64 << 20  # of an encoded image
-MAX_PIXELS = 100_000_000  # a page of A4 at 600 dpi has 35 million
+MAX_PIXELS = 89_000_000  # a page of A4 at 600 dpi has 35 million; PIL warns of more than 89
 TIMEOUT_S = 10.0  # of a connection, and of each read
 # Others have parsers that run programs (EPS) or that nobody attacks and mends.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
+LOCKS = [Lock() for _ in range(64)]  # by identity: two threads must not read one PIL image, which opens its file late
 FORMS = "a PIL image, a numpy array uint8 [H, W, 3], bytes, a data URL, or an allowed path or URL"
 
 
@@ -61,16 +65,19 @@ def read_source(source: Any, allowed: Permissions) -> Any:
 
 def open_image(source: Any) -> Any:
     """Decode to an upright RGB image, as transformers' ``load_image`` does; raises RequestError."""
-    from PIL import Image, ImageOps
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
         image = source if hasattr(source, "convert") else Image.open(io.BytesIO(source), formats=FORMATS)
         width, height = image.size
         if width * height > MAX_PIXELS:
             raise RequestError(f"the image has {width:,} x {height:,} pixels; allowed are {MAX_PIXELS:,}.")
-        return ImageOps.exif_transpose(image).convert("RGB")
+        with LOCKS[id(source) // 16 % len(LOCKS)]:
+            return ImageOps.exif_transpose(image).convert("RGB")
     except RequestError:
         raise
+    except UnidentifiedImageError:
+        raise RequestError(f"the image cannot be read: it is none of {', '.join(FORMATS)}.") from None
     except Exception as error:  # decoders raise anything
         raise RequestError(f"the image cannot be read: {error!s:.300}") from None
 
@@ -131,7 +138,8 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         self._allowed = allowed
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
-        _require_domain(newurl, self._allowed)
+        with closing(fp):  # not of this hop, but of the answer that leads to it
+            _require_domain(newurl, self._allowed)
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
@@ -152,7 +160,9 @@ def _fetch(url: str, allowed: Permissions) -> bytes:
         request = urllib.request.Request(url, headers={"User-Agent": "nanovllm"})
         with opener.open(request, timeout=TIMEOUT_S) as response:
             return _bounded(response.read(MAX_BYTES + 1))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         if isinstance(error, RequestError):
             raise
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()
         raise RequestError(f"the image {url!r:.200} cannot be fetched: {error!s:.200}") from None

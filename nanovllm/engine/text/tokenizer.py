@@ -21,6 +21,7 @@ from nanovllm.utils.time_limit import TimeLimitError, time_limit
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 TEMPLATE_SECONDS = 20.0  # for one conversation; most take a millisecond
+IMAGE = {"type": "image"}  # a part of a message, without the image, which is the engine's
 MAX_CHARACTERS = 100_000_000  # of a text: a minute of tokenizing, and more tokens than any context
 
 
@@ -179,15 +180,11 @@ def _as_text(content: Any) -> Any:
         return ""
     if not isinstance(content, (list, tuple)):
         return content
-    if {"type": "image"} in content:  # without the image, which is the engine's
-        return [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
-    texts = []
-    for part in content:
-        if isinstance(part, str):
-            texts.append(part)
-        elif isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
-            texts.append(part["text"])
-        else:
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    for part in parts:
+        if part == IMAGE:
+            continue
+        if not isinstance(part, dict) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise RequestError(f'a part of a message must be {{"type": "text", "text": "..."}}, not {kind!r}.')
-    return "\n".join(texts)
+    return parts if IMAGE in parts else "\n".join(part["text"] for part in parts)
