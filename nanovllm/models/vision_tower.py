@@ -29,12 +29,13 @@ def packed_attention() -> str:
         return "sdpa"
     from transformers import AttentionInterface
 
-    def attend(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None, **kwargs: Any) -> Any:
+    def attend(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any) -> Any:
         """q, k, v [1, H, T, D] -> [1, T, H, D]."""
-        assert mask is None and kwargs["scaling"] == q.shape[-1] ** -0.5 and not kwargs.get("is_causal")
+        assert kwargs["scaling"] == q.shape[-1] ** -0.5 and not kwargs.get("is_causal")
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
         bounds, longest = kwargs["cu_seq_lens_q"].to(torch.int32), kwargs["max_length_q"]
-        return varlen_attn(q, k, v, bounds, bounds, longest, longest).unsqueeze(0), None
+        output: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest)
+        return output.unsqueeze(0), None
 
     name = "nanovllm_flash"  # transformers gives bounds to names with "flash"
     AttentionInterface.register(name, attend)
@@ -57,8 +58,10 @@ class VisionTower(nn.Module):
             family = vision.family
             module: Any = import_module(f"transformers.models.{family.module}.modeling_{family.module}")
         tower = getattr(module, family.tower)
-        attention = packed_attention() if dtype != torch.float32 and torch.get_default_device().type == "cuda" else "sdpa"
-        self.visual = tower._from_config(config.vision_config, attn_implementation=attention, dtype=dtype)
+        self.visual = tower._from_config(config.vision_config, attn_implementation="sdpa", dtype=dtype)
+        if dtype != torch.float32 and torch.get_default_device().type == "cuda":
+            # behind the constructor, which would look for the package flash-attn
+            self.visual.config._attn_implementation = packed_attention()
         self.visual.eval().requires_grad_(False)
         self.dtype = dtype
 
