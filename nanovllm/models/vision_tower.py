@@ -18,6 +18,30 @@ from nanovllm.utils.checkpoint import LOADING_LOCK, open_tensors
 DUMMY_STD = 0.02
 
 
+def packed_attention() -> str:
+    """The name for transformers of attention within many images or windows by one launch: torch's flash attention.
+
+    transformers' "sdpa" launches a kernel for each; a page has hundreds of windows in each layer.
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn  # since torch 2.10
+    except ImportError:
+        return "sdpa"
+    from transformers import AttentionInterface
+
+    def attend(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any) -> Any:
+        """q, k, v [1, H, T, D] -> [1, T, H, D]."""
+        assert kwargs["scaling"] == q.shape[-1] ** -0.5 and not kwargs.get("is_causal")
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        bounds, longest = kwargs["cu_seq_lens_q"].to(torch.int32), kwargs["max_length_q"]
+        output: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest)
+        return output.unsqueeze(0), None
+
+    name = "nanovllm_flash"  # transformers gives bounds to names with "flash"
+    AttentionInterface.register(name, attend)
+    return name
+
+
 class VisionTower(nn.Module):
     """Args:
     vision: of the checkpoint.
@@ -35,6 +59,9 @@ class VisionTower(nn.Module):
             module: Any = import_module(f"transformers.models.{family.module}.modeling_{family.module}")
         tower = getattr(module, family.tower)
         self.visual = tower._from_config(config.vision_config, attn_implementation="sdpa", dtype=dtype)
+        if dtype != torch.float32 and torch.get_default_device().type == "cuda":
+            # behind the constructor, which would look for the package flash-attn
+            self.visual.config._attn_implementation = packed_attention()
         self.visual.eval().requires_grad_(False)
         self.dtype = dtype
 

@@ -7,7 +7,7 @@ behind images has plain positions with a shift, which its decode steps add, too.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ from nanovllm.messages.images import ImageRows
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.vision import VisionConfig
 from nanovllm.models.vision_tower import VisionTower
-from nanovllm.runner.device import model_defaults
+from nanovllm.runner.device import model_defaults, select_device, select_dtype
 from nanovllm.runner.inputs import DecodeInputs
 from nanovllm.runner.launchers import DecodeLauncher, PrefillLauncher
 from nanovllm.runner.part import Launcher, Part, Rank, Step
@@ -212,6 +212,20 @@ class ShiftedInputs(DecodeInputs):
         input_ids, context = super().__call__(size, *args, **kwargs)
         shifts = self._shifts[context.req_indices.long()].repeat_interleave(len(context.positions) // size)
         return input_ids, replace(context, rope_rows=context.positions + shifts)
+
+
+def pixel_form(config: Config) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    """Pixels as the tower takes them: in its dtype; for a GPU in pinned memory, from which copies wait for nobody."""
+    device = select_device(config.device, 0, config.tensor_parallel_size)
+    dtype, pins = select_dtype(config.dtype, config.model_config.dtype, device), device.type == "cuda"
+
+    def convert(pixels: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {
+            name: torch.empty(x.shape, dtype=dtype if x.is_floating_point() else x.dtype, pin_memory=pins).copy_(x)
+            for name, x in pixels.items()
+        }
+
+    return convert
 
 
 def load_tower(rank: Rank, vision: VisionConfig) -> VisionTower:

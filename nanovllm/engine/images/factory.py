@@ -5,12 +5,9 @@ from typing import Any, NoReturn
 
 from nanovllm.config import Config
 from nanovllm.engine.images.loading import ImageLoader, has_images
-from nanovllm.engine.images.sources import Permissions
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.errors import RequestError
 from nanovllm.models.vision import VisionConfig
-
-NO_LIMIT = 999
 
 
 class Refusal:
@@ -34,8 +31,4 @@ def make_images(config: Config, tokenizer: AsyncTokenizer) -> ImageLoader | Refu
         return None
     if missing := vision.missing():
         return Refusal(f"they need {missing}; pip install 'nanovllm[vision]'")
-    domains = tuple(map(str.lower, config.allowed_media_domains or ()))
-    permissions = Permissions(config.allowed_local_media_path, domains)
-    limit = (config.limit_mm_per_prompt or {}).get("image", NO_LIMIT)
-    options = config.mm_processor_kwargs or {}
-    return ImageLoader(vision, config.model_path, tokenizer, permissions, limit, options)
+    return ImageLoader(vision, config, tokenizer)

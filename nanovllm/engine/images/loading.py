@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from nanovllm.config import Config
 from nanovllm.engine.images.attachment import Images, wrong_count
 from nanovllm.engine.images.sources import Permissions, open_image, read_source
 from nanovllm.engine.text.prompts import as_token_ids, split_prompt
@@ -27,6 +28,7 @@ from nanovllm.utils.checkpoint import LOADING_LOCK
 from nanovllm.validation import did_you_mean
 
 MAX_PIXEL_BYTES = 2 << 30
+NO_LIMIT = 999  # images of a prompt
 NUM_THREADS = min(16, os.cpu_count() or 1)
 KEYS = ("multi_modal_data", "mm_processor_kwargs")
 
@@ -68,17 +70,16 @@ class ImageLoader:
 
     Args:
         vision: the tower of the checkpoint.
-        model_path: its directory.
+        config: what may be read, how many images a prompt may have, options of the image processor.
         tokenizer: for prompts that are text.
-        permissions: what may be read.
-        limit: most images of a prompt.
-        options: of the image processor, such as ``max_pixels``.
     """
 
-    def __init__(self, vision: VisionConfig, model_path: str, tokenizer: AsyncTokenizer, permissions: Permissions,
-                 limit: int, options: dict[str, Any]):
-        self.vision, self.permissions, self._limit, self._options = vision, permissions, limit, options
-        self._model_path, self._tokenizer = model_path, tokenizer
+    def __init__(self, vision: VisionConfig, config: Config, tokenizer: AsyncTokenizer):
+        self.vision, self._model_path, self._tokenizer = vision, config.model_path, tokenizer
+        domains = tuple(map(str.lower, config.allowed_media_domains or ()))
+        self.permissions = Permissions(config.allowed_local_media_path, domains)
+        self._limit = (config.limit_mm_per_prompt or {}).get("image", NO_LIMIT)
+        self._options = options = config.mm_processor_kwargs or {}
         self.threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="nanovllm-images")
         self.num_bytes = 0  # of the pixels that wait
         self._waiting: OrderedDict[object, dict[str, Any]] = OrderedDict()
@@ -86,6 +87,9 @@ class ImageLoader:
         self._processors: dict[str, Any] = {}  # by their options
         for given in ({}, options):
             self._processor(given, ConfigError)
+        from nanovllm.runner.images import pixel_form  # imports torch
+
+        self._convert = pixel_form(config)
 
     # ---------------------------------------------------------------- prompts
 
@@ -166,7 +170,7 @@ class ImageLoader:
     def process(self, image: Any, options: dict[str, Any]) -> dict[str, Any]:
         """The tensors that the tower takes of an upright RGB image, on the CPU; raises RequestError."""
         try:
-            return dict(self._processor(options, RequestError)(images=[image], return_tensors="pt"))
+            return self._convert(self._processor(options, RequestError)(images=[image], return_tensors="pt"))
         except Exception as error:  # of sizes that the processor does not take
             raise RequestError(f"the image processor cannot take this image: {error!s:.300}") from None
 
