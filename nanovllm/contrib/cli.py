@@ -27,12 +27,14 @@ ENGINE_FIELDS = [f for f in fields(Config) if f.init and f.name not in ("model",
 EXAMPLES = {  # of options that are JSON
     "stop_token_ids": "[198, 271]", "allowed_token_ids": "[15, 16]", "logit_bias": '{"198": -5.5}',
     "structured_outputs": '{"regex": "[0-9]+"}', "speculative_config": '{"method": "ngram"}',
+    "limit_mm_per_prompt": '{"image": 4}', "mm_processor_kwargs": '{"max_pixels": 1000000}',
+    "allowed_media_domains": '["example.org"]',
 }  # fmt: skip
 ABOUT = """Complete every row of IN and write a row to OUT as soon as it is finished, in the order of completion.
 Stopped at any moment (Ctrl-C, SIGKILL, power) and started again with the same command, it goes on: every row is there
 once."""
 IN = """.jsonl (plain rows, or OpenAI batch lines with "custom_id" and "body"), .parquet or .csv; or a directory of
-such files"""
+such files. A column "image" or "images" has images: bytes, data URLs, or paths below the directory of IN"""
 OUT = """a .jsonl file; or a directory, without suffix, for part-*.parquet. OUT.run.json beside it remembers what it
 was made with. Exit status: 0, or 3 if rows failed ("error" says why; the others are complete), 1 if the job failed, 130
 after Ctrl-C"""
@@ -55,6 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--model", help="a directory or hub id; default: the bundled demo model")
     add("--id-column", metavar="NAME", help='of plain rows; default: "custom_id" or "id", else the row\'s number')
     add("--prompt-column", metavar="NAME", default="prompt", help="a text, or a list of token ids; default: prompt")
+    add("--prompt", metavar="TEXT", help="of rows that have none, such as rows of images")
     add("--messages-column", metavar="NAME", default="messages", help="a conversation, answered in place of a prompt")
     add("--chat", action="store_true", help="a prompt is what a user says: apply the chat template")
     add("--chat-template-kwargs", metavar="JSON", type=json_value, default={}, help="its variables, as an object")

@@ -75,6 +75,7 @@ class ImageVerbs(Chat, Streaming):
             self._register([request], self._submitted)
             future = self._submitted.futures[request.request_id] = RequestFuture(self, request)
             self._feeder.drafts.append(draft)
+            self._feeder.turns.fill()
         return future
 
     def is_finished(self) -> bool:

@@ -18,8 +18,8 @@ from nanovllm.llm import is_one_prompt
 from nanovllm.outputs import EmbeddingOutput, PoolingRequestOutput, RequestOutput, ScoringOutput
 
 OF_THE_WORKER = "sleep", "wake_up", "is_sleeping", "collective_rpc", "apply_model"  # see ``DriverWorker``
-PROMPT_KEYS = "prompt", "prompt_token_ids"
-IGNORED_KEYS = "cache_salt", "type"  # no value of theirs changes an output
+PROMPT_KEYS = "prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwargs"
+IGNORED_KEYS = "cache_salt", "type", "multi_modal_uuids"  # no value of theirs changes an output
 
 
 class LLMEngine:

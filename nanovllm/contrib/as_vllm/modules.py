@@ -22,7 +22,8 @@ PATH = Path(__file__).resolve().parent / "path"  # holds a package ``vllm`` for 
 
 # below vllm; the packages that these are in are there too
 LEAVES = """version envs sampling_params pooling_params beam_search outputs logprobs sequence inputs.data inputs.llm
-    tokenizers transformers_utils.tokenizer logger config multimodal platforms usage.usage_lib lora.request
+    tokenizers transformers_utils.tokenizer logger config multimodal.image multimodal.inputs multimodal.utils
+    platforms usage.usage_lib lora.request
     prompt_adapter.request entrypoints.llm entrypoints.chat_utils engine.arg_utils engine.llm_engine
     engine.async_llm_engine v1.engine.llm_engine v1.engine.async_llm v1.sample.logits_processor.interface
     v1.sample.logits_processor.builtin v1.worker.gpu_worker
@@ -52,7 +53,8 @@ SOURCES = {
         "ClassificationOutput ScoringOutput EmbeddingRequestOutput=PoolingRequestOutput "
         "ClassificationRequestOutput=PoolingRequestOutput ScoringRequestOutput=PoolingRequestOutput",
     "nanovllm.contrib.beam_search": "BeamSearchParams BeamSearchOutput BeamSearchSequence",
-    "builtins": "TextPrompt=dict TokensPrompt=dict TokenInputs=dict",
+    "builtins": "TextPrompt=dict TokensPrompt=dict TokenInputs=dict MultiModalDataDict=dict",
+    "transformers.image_utils": "fetch_image=load_image",
     "logging": "init_logger=getLogger",
 }  # fmt: skip
 SOURCE_OF = {new: (source, old or new) for source, names in SOURCES.items()
@@ -62,7 +64,7 @@ HINTS = """CompilationConfig StructuredOutputsConfig CUDAGraphMode CompilationMo
     PromptLogprobs SampleLogprobs LogprobsOnePosition"""  # on speed; and types, for annotations
 UNSUPPORTED = """AsyncLLMEngine AsyncEngineArgs AsyncLLM EmbedsPrompt KVTransferConfig KVEventsConfig
     SpeculativeConfig WeightTransferConfig VllmConfig ModelConfig ModelRegistry PyNcclCommunicator StatelessProcessGroup
-    WorkerWrapperBase MultiModalDataDict ImagePrompt RepetitionDetectionParams Counter Gauge Histogram Vector Metric
+    WorkerWrapperBase ImagePrompt RepetitionDetectionParams Counter Gauge Histogram Vector Metric
     RequestMetrics RequestStateStats GroupCoordinator PromptAdapterRequest SamplingType get_ip
     get_distributed_init_method get_tensor_model_parallel_rank load_chat_template"""
 NAMES = [*SOURCE_OF, *HINTS.split(), *UNSUPPORTED.split()]

@@ -18,7 +18,7 @@ from nanovllm.config import Config, SpeculativeConfig, resolve_model
 from nanovllm.contrib.as_vllm.pooling import PoolerConfig
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.llm import LLM
-from nanovllm.validation import did_you_mean, rules_of
+from nanovllm.validation import did_you_mean, has_feature, rules_of
 
 # options of nanovllm, of the same meaning: keyword -> default; None leaves the choice to nanovllm
 PASSED: dict[str, Any] = {
@@ -26,6 +26,8 @@ PASSED: dict[str, Any] = {
     "tensor_parallel_size": 1, "dtype": "auto", "kv_cache_dtype": "auto", "quantization": None, "load_format": "auto",
     "device": "auto", "gpu_memory_utilization": 0.9, "enforce_eager": False, "max_num_seqs": None,
     "max_num_batched_tokens": None, "enable_prefix_caching": None, "logprobs_mode": "raw_logprobs", "max_logprobs": 20,
+    "language_model_only": False, "limit_mm_per_prompt": None, "mm_processor_kwargs": None,
+    "allowed_local_media_path": "",
 }  # fmt: skip
 # handled here and in llm.py
 OWN: dict[str, Any] = {
@@ -34,12 +36,13 @@ OWN: dict[str, Any] = {
     "override_generation_config": None, "worker_extension_cls": "", "enable_sleep_mode": False, "profiler_config": None,
     "enable_lora": False, "logits_processors": None, "worker_cls": "auto", "pooler_config": None,
     "override_pooler_config": None, "mamba_ssm_cache_dtype": "auto", "speculative_config": None,
+    "allowed_media_domains": None,
 }  # fmt: skip
 # values, the default first -> keywords that are refused at others
 ONLY: list[tuple[tuple, str]] = [
     ((None,), """tokenizer_revision code_revision hf_config_path lora_modules kv_cache_memory_bytes kv_transfer_config
         kv_offloading_size speculative_model num_speculative_tokens logits_processor_pattern"""),
-    ((None, {}, []), "mm_processor_kwargs additional_config model_loader_extra_config"),
+    ((None, {}, []), "media_io_kwargs additional_config model_loader_extra_config"),
     ((False, None), """enable_lora_bias enable_prompt_adapter enable_expert_parallel
         enable_prompt_embeds enable_return_routed_experts"""),
     ((1,), "pipeline_parallel_size data_parallel_size prefill_context_parallel_size decode_context_parallel_size"),
@@ -65,8 +68,8 @@ UNSET = """served_model_name swap_space enable_chunked_prefill max_num_partial_p
     async_scheduling stream_interval prefix_caching_hash_algo attention_backend max_parallel_loading_workers
     max_seq_len_to_capture cuda_graph_sizes compilation_config optimization_level ignore_patterns
     safetensors_load_strategy tokenizer_pool_size tokenizer_pool_type tokenizer_pool_extra_config max_lora_rank
-    max_loras max_cpu_loras lora_extra_vocab_size lora_dtype limit_mm_per_prompt mm_processor_cache_gb
-    allowed_local_media_path allowed_media_domains guided_decoding_backend structured_outputs_config reasoning_parser
+    max_loras max_cpu_loras lora_extra_vocab_size lora_dtype mm_processor_cache_gb mm_processor_cache_type
+    mm_encoder_tp_mode skip_mm_profiling guided_decoding_backend structured_outputs_config reasoning_parser
     mamba_block_size mamba_cache_mode
     collect_detailed_traces otlp_traces_endpoint show_hidden_metrics_for_version data_parallel_backend"""
 HINTS = {name: value for value, names in ((True, ON), (False, OFF), (None, UNSET)) for name in names.split()}
@@ -113,6 +116,13 @@ def to_nanovllm(keywords: dict[str, Any]) -> dict[str, Any]:
     given = {name: keywords[name] for name in PASSED if keywords.get(name) is not None}
     if given.get("load_format") in ("safetensors", "hf"):
         given["load_format"] = "auto"
+    if has_feature("engine.images"):  # None allows every host in vLLM, and none here
+        given["allowed_media_domains"] = keywords.get("allowed_media_domains") or ["*"]
+    if isinstance(limits := given.get("limit_mm_per_prompt"), dict):  # of a modality perhaps with sizes
+        counts = {kind: limit.get("count", 999) if isinstance(limit, dict) else limit for kind, limit in limits.items()}
+        given["limit_mm_per_prompt"] = counts
+    if isinstance(kwargs := given.get("mm_processor_kwargs"), dict):  # examples give frames a second to all models
+        given["mm_processor_kwargs"] = {name: value for name, value in kwargs.items() if name != "fps"}
     if (state_dtype := keywords.get("mamba_ssm_cache_dtype")) not in (None, "auto"):
         given["state_dtype"] = state_dtype
     if (speculation := speculative_config(keywords)) is not None:

@@ -14,8 +14,9 @@ from typing import Any
 from nanovllm import ConfigError, RequestError, RequestOutput, SamplingParams
 from nanovllm.contrib.integrations.engine_thread import EngineThread
 from nanovllm.contrib.jobs.files import without_nones
-from nanovllm.contrib.jobs.rows import ready
+from nanovllm.contrib.jobs.rows import IMAGES, images_of, ready, with_images
 from nanovllm.errors import as_request_error
+from nanovllm.llm import Prompt
 
 try:
     import pyarrow as pa
@@ -81,7 +82,8 @@ def build_processor(config: ProcessorConfig, preprocess: Callable[[dict], dict] 
 
     Args:
         preprocess: from a row to columns that are added to it: "messages", "prompt" or "tokenized_prompt"; perhaps
-            "sampling_params", a dictionary (absent: the checkpoint's defaults), and "chat_template_kwargs".
+            "sampling_params", a dictionary (absent: the checkpoint's defaults), and "chat_template_kwargs"; and
+            "image" or "images", bytes, data URLs or what ``engine_kwargs`` allow, for places in the messages.
         postprocess: from a row with ``COLUMNS`` to the row that is kept; None keeps all.
     """
 
@@ -141,10 +143,11 @@ class Engine:
             raise RequestError(str(output.outputs[0].stop_reason))
         return output
 
-    def _request(self, row: dict[str, Any]) -> tuple[dict[str, Any], SamplingParams]:
+    def _request(self, row: dict[str, Any]) -> tuple[Prompt, SamplingParams]:
         llm, text, ids = self._engine.llm, row.get("prompt"), row.get("tokenized_prompt")
         # Arrow gives the dictionaries of a column the same keys; those that a row did not name are None
         given, messages = without_nones(row.get("sampling_params")), without_nones(row.get("messages"))
+        images = images_of({name: without_nones(row.get(name)) for name in IMAGES})
         params = self._default_params if given is None else SamplingParams(**ready(given))
         if params.n != 1:
             raise RequestError(f"n={params.n} must be 1: a row has one completion. Repeat the row.")
@@ -152,12 +155,14 @@ class Engine:
             is_open = messages[-1].get("role") == "assistant"
             options = {"add_generation_prompt": not is_open, "continue_final_message": is_open}
             options |= without_nones(row.get("chat_template_kwargs")) or {}
-            text, ids = llm.apply_chat_template(messages, **options), None
+            (prompt,) = llm.chat_prompts([with_images(messages, images)], **options)
+            return prompt, params
         if text is None and ids is None:
             raise RequestError('a row needs "messages", "prompt" or "tokenized_prompt".')
         if text is not None and ids is None:
-            (ids,) = llm.tokenize([text], add_special_tokens=not messages)
-        return {"prompt": text, "prompt_token_ids": ids}, params
+            (ids,) = llm.tokenize([text])
+        others = {"multi_modal_data": {"image": images}} if images else {}
+        return {"prompt": text, "prompt_token_ids": ids, **others}, params
 
 
 def _items(logprobs: Any) -> list | None:

@@ -16,15 +16,16 @@ from tqdm import tqdm
 
 from nanovllm.config import read_generation_config, resolve_model
 from nanovllm.contrib.jobs.files import Input, Output, begun, end_last_line, fingerprint
-from nanovllm.contrib.jobs.rows import as_object, ready
+from nanovllm.contrib.jobs.rows import IMAGES, as_object, ready
 from nanovllm.errors import ConfigError
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.validation import has_feature
 
 # options of the engine that change speed and memory alone: a job may go on with others
 FREE = ("max_num_batched_tokens", "max_num_seqs", "gpu_memory_utilization", "tensor_parallel_size", "enforce_eager",
         "kvcache_block_size", "num_kvcache_blocks", "device", "attention_backend", "enable_prefix_caching",
-        "trust_remote_code", "speculative_config")  # fmt: skip
-USED = ("custom_id", "id", "sampling_params", "body", "method", "url")  # columns, besides those that options name
+        "trust_remote_code", "speculative_config", "allowed_local_media_path", "allowed_media_domains")  # fmt: skip
+USED = (*IMAGES, "custom_id", "id", "sampling_params", "body", "method", "url")  # columns, besides those of options
 SHOWN_BYTES = 1 << 20  # of each file of the model, at its beginning and end, go into the fingerprint
 
 
@@ -46,6 +47,9 @@ def run(args: Any) -> int:
         raise ConfigError(f"OUT={path} is the input, lies in it, or holds it.")
     source = Input(Path(args.input), args.id_column)
     check_columns(args, source.columns)
+    folder = Path(args.input) if Path(args.input).is_dir() else Path(args.input).parent
+    if has_feature("engine.images") and folder.is_dir():  # of a local input: paths of images are relative to it
+        args.engine.setdefault("allowed_local_media_path", str(folder.resolve()))
     used = {*USED, args.id_column, args.prompt_column, args.messages_column}
     if unused := [name for name in source.columns if name not in used]:
         say(f"Columns of IN that are not used: {', '.join(unused):.300}.")
@@ -75,6 +79,7 @@ def shard_of(shard: str | None) -> tuple[int, int]:
 def check_columns(args: Any, columns: list[str]) -> None:
     for options in (("id_column",), ("prompt_column", "messages_column")):
         names = [name for option in options if (name := getattr(args, option)) is not None]
+        names = [] if args.prompt and "prompt_column" in options else names
         if columns and names and not {*columns} & {*names, "body"}:
             raise ConfigError(
                 f"IN={args.input}: no row has {' or '.join(map(repr, names))}; there are {', '.join(columns):.200}. "
@@ -86,7 +91,7 @@ def facts_of(args: Any, model_path: str, source: Input) -> dict[str, Any]:
     """The facts that the output depends on, by name."""
     patterns = ("*.json", "*.jinja", "*.safetensors")  # configuration and tokenizer, chat template, weights
     files = [path for pattern in patterns for path in sorted(Path(model_path).glob(pattern))]
-    options = ("id_column", "prompt_column", "messages_column", "chat", "chat_template_kwargs")
+    options = ("id_column", "prompt", "prompt_column", "messages_column", "chat", "chat_template_kwargs")
     given = {**{name: getattr(args, name) for name in options}, **args.engine, **args.sampling}
     return {
         "model": args.model or "the demo model", "contents of the model": fingerprint(files, SHOWN_BYTES),

@@ -44,7 +44,9 @@ def complete(args: Any, rows: Iterator[Row], rank: int = 0) -> Records:
             if row is not None:
                 try:
                     prompt, template, params = request_of(row, args)
-                    future = llm.submit(prompt if template is None else chat_prompt(llm, prompt, template), params)
+                    if template is not None:
+                        (prompt,) = llm.chat_prompts([prompt], **template)
+                    future = llm.submit(prompt, params)
                 except BaseException as error:
                     yield error_record(row, as_request_error(error)), (0, 0, 0)
                     continue
@@ -65,13 +67,6 @@ def complete(args: Any, rows: Iterator[Row], rank: int = 0) -> Records:
                     num_generated = sum(len(o.token_ids) for o in output.outputs)
                     yield record, (len(output.prompt_token_ids), output.num_cached_tokens, num_generated)
         metrics.write(llm)
-
-
-def chat_prompt(llm: LLM, messages: list[dict], template: dict[str, Any]) -> dict[str, Any]:
-    """A conversation as a prompt whose text is encoded: the template has the special tokens."""
-    text = llm.apply_chat_template(messages, **template)
-    (token_ids,) = llm.tokenize([text], add_special_tokens=False)
-    return {"prompt": text, "prompt_token_ids": token_ids}
 
 
 class Metrics:

@@ -7,6 +7,7 @@ that format.
 import json
 import math
 import time
+from collections import deque
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ NEUTRAL: dict[str, tuple] = {
     "stream": (False,), "echo": (False,), "best_of": (1,), "suffix": ("",), "tool_choice": ("auto", "none"),
     "parallel_tool_calls": (True, False), "modalities": (["text"],),
 }  # fmt: skip
+IMAGES = ("images", "image")  # columns
+PLACE = {"type": "image"}  # a part of a message
 TEMPLATE = ("tools", "add_generation_prompt", "continue_final_message", "chat_template")
 
 
@@ -79,7 +82,12 @@ def request_of(row: Row, args: Any) -> tuple[Any, dict[str, Any] | None, Samplin
         content, own, is_chat = plain_request(row.values, args)
     if is_chat and not (isinstance(content, list) and content and all(isinstance(m, dict) for m in content)):
         raise RequestError(f"messages must be a list of objects with role and content, not {content!r:.100}.")
-    content = with_parsed_arguments(content) if is_chat else content
+    images = images_of(row.values)
+    if is_chat:
+        content = with_images(with_parsed_arguments(content), images)
+    elif images:
+        name = "prompt" if isinstance(content, str) else "prompt_token_ids"
+        content = {name: content, "multi_modal_data": {"image": images}}
     template.setdefault("add_generation_prompt", not template.get("continue_final_message"))  # as in LLM.chat
     params = replace(args.base_params, **ready(own))
     if own.get("seed") in (None, -1):  # never from the engine's running number: a resumed job draws the same
@@ -92,7 +100,7 @@ def plain_request(values: dict[str, Any], args: Any) -> tuple[Any, dict[str, Any
     own = as_object("sampling_params", from_json("sampling_params", values.get("sampling_params") or {}))
     if (messages := values.get(args.messages_column)) is not None:
         return from_json(args.messages_column, messages), own, True
-    if (prompt := values.get(args.prompt_column)) is None:
+    if (prompt := values.get(args.prompt_column, args.prompt)) is None:
         raise RequestError(f"the row has neither {args.prompt_column!r} nor {args.messages_column!r}.")
     return [{"role": "user", "content": prompt}] if args.chat else prompt, own, args.chat
 
@@ -132,6 +140,34 @@ def openai_request(values: dict[str, Any], template: dict[str, Any]) -> tuple[An
     elif form != {"type": "text"}:
         raise RequestError(f"response_format must be of type text, json_object or json_schema, not {form!r:.100}.")
     return content, own, is_chat
+
+
+def images_of(values: dict[str, Any]) -> list[Any]:
+    """The images of a row: one or a list, in CSV as JSON; each bytes, a path, a URL, or {"bytes", "path"}."""
+    name = next((name for name in IMAGES if values.get(name) is not None), "")
+    images = values.get(name, [])
+    if isinstance(images, str):
+        images = from_json(name, images) if images.startswith("[") else [images] if images else []
+    return images if isinstance(images, list) else [images]
+
+
+def with_images(messages: list[dict], images: list[Any]) -> list[dict]:
+    """A conversation with a row's images in the places of {"type": "image"}, or before the first text of the user."""
+    if not images:
+        return messages
+    parts = deque({"type": "image", "image": image} for image in images)
+    messages = [dict(message) for message in messages]
+    for message in messages:
+        if isinstance(given := message.get("content"), list):
+            message["content"] = [parts.popleft() if part == PLACE and parts else part for part in given]
+    if len(parts) == len(images):
+        first = next((message for message in messages if message.get("role") == "user"), messages[0])
+        given = first.get("content")
+        first["content"] = [*parts, *(given if isinstance(given, list) else [{"type": "text", "text": given}])]
+    elif parts:
+        num_places = len(images) - len(parts)
+        raise RequestError(f"the row has {len(images)} images, and its messages have places for {num_places}.")
+    return messages
 
 
 def ready(values: dict[str, Any]) -> dict[str, Any]:

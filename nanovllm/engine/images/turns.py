@@ -60,12 +60,12 @@ class Turns:
 
     def __bool__(self) -> bool:
         """Whether one is left."""
-        self._fill()
+        self.fill()
         return len(self._loading) > 0
 
     def take(self, timeout_s: float = 0.0) -> Request | None:
         """The next request; None if there is none, or its images are not there in time."""
-        self._fill()
+        self.fill()
         if not self._loading:
             return None
         first = self._loading[0]
@@ -76,7 +76,8 @@ class Turns:
         self._loading.popleft()
         return first
 
-    def _fill(self) -> None:
+    def fill(self) -> None:
+        """Begin to load images, as far as there is room."""
         while not self._loading or (self._num_ahead < AHEAD and self._loader.num_bytes < MAX_PIXEL_BYTES // 2):
             if (draft := self._more()) is None:
                 return
