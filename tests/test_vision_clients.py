@@ -1,0 +1,210 @@
+"""Images in batch jobs, in Ray Data and under vLLM's names; the oracle is ``LLM``."""
+
+import asyncio
+import base64
+import csv
+import io
+import json
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import vision_families
+from helpers import greedy, refuses, run, tokens_of
+from vision_families import image
+
+from nanovllm import LLM, ConfigError
+from nanovllm.cli import main
+from nanovllm.contrib.as_vllm import modules, options
+from nanovllm.contrib.as_vllm.llm import LLM as StandIn
+from nanovllm.contrib.jobs.rows import images_of, with_images
+
+PAGE = image(40, 24, 1)
+READ = {"type": "text", "text": "Read it."}
+OPTIONS = {"device": "cpu", "kvcache_block_size": 16, "num_kvcache_blocks": 100, "max_model_len": 600}
+FLAGS = [text for name, value in OPTIONS.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def says(*parts):
+    return [{"role": "user", "content": [*parts]}]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    vision_families.make_checkpoint("qwen3_vl", path)
+    vision_families.add_tokenizer(path)
+    return str(path)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """With a page in a folder of its own, and a link that leads out; and PNG and data URL of the page."""
+    folder = tmp_path / "in"
+    (folder / "pages").mkdir(parents=True)
+    for to in (folder / "pages" / "a.png", tmp_path / "out.png"):
+        PAGE.save(to)
+    (folder / "link.png").symlink_to(tmp_path / "out.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def png():
+    buffer = io.BytesIO()
+    PAGE.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="module")
+def url(png):
+    return "data:image/png;base64," + base64.b64encode(png).decode()
+
+
+@pytest.fixture(scope="module")
+def expected(path):
+    """Text for the page before "Read it.", for two pages, and for the text alone."""
+    with LLM(path, **OPTIONS, quiet=True) as llm:
+        parts = [{"type": "image", "image": PAGE}] * 2
+        given = [says(*parts[:n], READ) for n in (1, 2)] + [[{"role": "user", "content": "Read it."}]]
+        return [output["text"] for output in llm.chat(given, greedy(3), use_tqdm=False)]
+
+
+def batch(folder, source, path, *more):
+    """Records by their ids, and the exit status."""
+    sampling = "--temperature", "0", "--max-tokens", "3", "--ignore-eos", "--prompt", "Read it.", "--chat"
+    out = folder.parent / f"{source.name}.out.jsonl"
+    status = main(["batch", str(source), str(out), "--model", path, *FLAGS, *sampling, *more])
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    return {record["custom_id"]: record for record in records}, status
+
+
+def test_a_job_with_images(folder, path, url, expected):
+    """A row whose image is bad, or not allowed, is an error row; also in OpenAI's lines."""
+    one, two, none = expected
+
+    def line(url):
+        content = says({"type": "image_url", "image_url": {"url": url}}, READ)
+        return {"url": "/v1/chat/completions", "body": {"messages": content, "max_tokens": 3}}
+
+    rows = {
+        "path": ({"image": "pages/a.png"}, one), "url": ({"images": [url]}, one),
+        "two": ({"images": ["pages/a.png", url]}, two), "own": ({"image": "pages/a.png", "prompt": "Read it."}, one),
+        "hub": ({"image": {"bytes": None, "path": "pages/a.png"}}, one), "none": ({"prompt": "Read it."}, none),
+        "empty": ({"images": []}, none), "line": (line(url), one), "line of a path": (line("pages/a.png"), one),
+        "places": ({"images": ["pages/a.png"], "messages": says({"type": "image"}, READ)}, one),
+        "..": ({"image": "../out.png"}, "lies outside"), "link": ({"image": "link.png"}, "lies outside"),
+        "line of a link": (line("link.png"), "lies outside"), "bad": ({"image": url[:-88]}, "cannot be read"),
+        "host": ({"image": "http://127.0.0.1:9/a.png"}, "must name its host '127.0.0.1'"),
+        "few": ({"images": [url, url], "messages": says({"type": "image"}, READ)}, "has 2 images, and its messages"),
+        "many": ({"images": [url] * 3}, "allows 2"),
+    }  # fmt: skip
+    source = folder / "rows.jsonl"
+    source.write_text("".join(json.dumps({"custom_id": key, **row}) + "\n" for key, (row, _) in rows.items()))
+    limit = "--limit-mm-per-prompt", '{"image": 2}'
+    found, status = batch(folder, source, path, *limit)
+    assert status == 3
+    for key, (_, text) in rows.items():
+        record = found[key]
+        if record["error"] is not None:
+            assert text in record["error"]["message"], (key, record)
+        else:
+            body = (record.get("response") or {}).get("body")
+            assert text == (body["choices"][0]["message"]["content"] if body else record["text"]), key
+    again = batch(folder, source, path, *limit, "--retry-errors", "--allowed-media-domains", '["127.0.0.1"]')[0]
+    assert "cannot be fetched" in again["host"]["error"]["message"]
+
+
+def test_a_job_of_parquet_or_csv(folder, path, png, url, expected):
+    one, two, _ = expected
+    with (folder / "rows.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["id", "image"], ["a", "pages/a.png"], ["b", json.dumps(["pages/a.png", url])]])
+    found, status = batch(folder, folder / "rows.csv", path)
+    assert status == 0 and [found[key]["text"] for key in "ab"] == [one, two]
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    page = {"bytes": png, "path": "a.png"}
+    table = pa.table({"id": ["a", "b"], "images": [[page], [page, {"bytes": None, "path": "pages/a.png"}]]})
+    pyarrow.parquet.write_table(table, folder / "rows.parquet")
+    found, status = batch(folder, folder / "rows.parquet", path)
+    assert status == 0 and [found[key]["text"] for key in "ab"] == [one, two]
+
+
+def test_a_directory_may_be_named(folder, path, expected):
+    source = folder / "rows.jsonl"
+    source.write_text('{"id": "a", "image": "out.png"}\n{"id": "b", "image": "in/link.png"}\n')
+    found, status = batch(folder, source, path, "--allowed-local-media-path", str(folder.parent))
+    assert status == 0 and [found[key]["text"] for key in "ab"] == expected[:1] * 2
+
+
+def test_images_of_rows():
+    array = np.zeros((2, 2, 3), np.uint8)
+    forms = ("", []), (None, []), ("a", ["a"]), (["a", "b"], ["a", "b"]), (array, [array]), (b"a", [b"a"])
+    for given, images in forms:
+        assert images_of({"image": given}) == images
+    assert images_of({"images": ["a"], "image": "b"}) == ["a"]
+    with refuses("the text in 'image' is not JSON"):
+        images_of({"image": "[a"})
+    system, user = {"role": "system", "content": "s"}, {"role": "user", "content": "u"}
+    first, second = with_images([system, user], ["a"])
+    assert first == system and user["content"] == "u"
+    assert second["content"] == [{"type": "image", "image": "a"}, {"type": "text", "text": "u"}]
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray Data: pip install 'nanovllm[ray]'")
+def test_rows_of_ray_data(path, png, expected):
+    import pyarrow as pa
+
+    from nanovllm.contrib.integrations.ray_data import ERROR, Engine
+
+    engine = Engine(path, OPTIONS, continue_on_error=True)
+    params = {"temperature": 0, "max_tokens": 3, "ignore_eos": True}
+    part = {"type": "image", "text": None, "image": png}, {"type": "text", "text": "Read it.", "image": None}
+    place = {"type": "image", "text": None, "image": None}, part[1]
+    rows = [
+        {"messages": says(*part)}, {"messages": says(*place), "image": {"bytes": png, "path": None}},
+        {"messages": says(part[1]), "image": {"bytes": png, "path": None}}, {"messages": says(part[1])},
+        {"messages": says(part[1]), "image": {"bytes": b"x", "path": None}},
+        {"prompt": "<|image_pad|>Read", "image": {"bytes": png, "path": None}},
+    ]  # fmt: skip
+    table = pa.Table.from_pylist([{"sampling_params": params, "image": None, "prompt": None, **row} for row in rows])
+    done = asyncio.run(engine(table)).to_pylist()
+    one, _, none = expected
+    assert [row["generated_text"] for row in done[:5]] == [one, one, one, none, None]
+    assert [row[ERROR][:27] for row in done] == ["", "", "", "", "the image cannot be read: i", ""]
+
+
+def test_names_of_vllm(path, folder, png, url, expected):
+    one, two, _ = expected
+    given = {"limit_mm_per_prompt": {"image": {"count": 2, "width": 9}, "video": 0}, "max_model_len": 600,
+             "mm_processor_kwargs": {"min_pixels": 64, "max_pixels": 2048, "fps": 1}, "device": "cpu",
+             "dtype": "float32", "allowed_local_media_path": str(folder), "num_gpu_blocks_override": 100}  # fmt: skip
+    llm, params = StandIn(path, **given), greedy(3)
+    try:
+        part = {"type": "image_url", "image_url": {"url": url}}
+        outputs = llm.chat([says(part, READ), says(part, part, READ)], params, use_tqdm=False)
+        assert [output["text"] for output in outputs] == [one, two]
+        prompt = {"prompt": outputs[0].prompt, "multi_modal_data": {"image": PAGE}, "multi_modal_uuids": {"image": "x"}}
+        assert tokens_of(run(llm, prompt, params)) == tokens_of(outputs[:1])
+        llm.add_request("a", prompt, params)
+        llm.add_request("b", {"prompt": outputs[0].prompt, "multi_modal_data": {"image": b"x"}}, params)
+        last = {}
+        while llm.has_unfinished_requests():
+            last |= {output.request_id: output for output in llm.step()}
+        assert last["a"]["text"] == one and last["b"]["finish_reason"] == "error"
+        outputs = llm.chat([says({"type": "image_url", "image_url": {"url": x}}, READ) for x in (
+            (folder / "pages" / "a.png").as_uri(), "http://127.0.0.1:9/a.png")], params, use_tqdm=False)  # fmt: skip
+        assert outputs[0]["text"] == one
+        assert "cannot be fetched" in outputs[1].outputs[0].stop_reason  # vLLM's default allows every host
+        with refuses("3 images; LLM(limit_mm_per_prompt={'image': 2}) allows 2."):
+            llm.chat(says(part, part, part, READ), params)
+    finally:
+        llm.shutdown()
+    for name in ("multimodal", "multimodal.utils", "multimodal.image", "multimodal.inputs"):
+        assert f"vllm.{name}" in modules.MODULES
+    assert modules.resolve("fetch_image")(str(folder / "pages" / "a.png")).tobytes() == PAGE.tobytes()
+    assert modules.resolve("MultiModalDataDict") is dict
+    one_host = {"model": path, "allowed_media_domains": ["x.org"]}
+    assert options.to_nanovllm(one_host)["allowed_media_domains"] == ["x.org"]
+    with refuses("mm_processor_kwargs: the image processor has no option 'num_crops'.", ConfigError):
+        StandIn(path, **{**given, "mm_processor_kwargs": {"num_crops": 4}})
