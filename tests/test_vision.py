@@ -108,7 +108,8 @@ def test_preempted(checkpoint, monkeypatch):
     monkeypatch.setattr(loading.Image, "take_pixels", lambda self: taken.append(self) or original(self))
     params = SamplingParams(temperature=0, max_tokens=60)
     given = [GIVEN[i] for i in (0, 2, 3, 4)]
-    with engine(path, enable_prefix_caching=False, num_kvcache_blocks=13 if BLOCK == 16 else 5, max_model_len=200) as llm:
+    options = {"enable_prefix_caching": False, "max_model_len": 200}
+    with engine(path, num_kvcache_blocks=13 if BLOCK == 16 else 5, **options) as llm:
         crowded = tokens(llm.generate(given, params, use_tqdm=False))
         assert llm.scheduler.num_preemptions > 0
         assert len(taken) > len(set(taken))

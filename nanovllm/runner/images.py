@@ -30,7 +30,7 @@ from nanovllm.runner.part import Launcher, Part, Rank, Step
 from nanovllm.runner.request_state import RequestState
 from nanovllm.sampling.feature import Arrays, Tensors
 
-MAX_PATCHES = 16384  # that the tower takes at once, unless one image has more
+MAX_PATCHES = 65536  # that the tower takes at once, unless one image has more: 1 to 3 GiB of activations
 
 
 class VisionPart(Part):
@@ -118,6 +118,12 @@ class VisionPart(Part):
             self._features = self._rank.tp.all_reduce(features)
 
     @property
+    def _most_tokens(self) -> int:
+        """Of images that the tower takes at once."""
+        config = self._rank.config
+        return min(MAX_PATCHES // self._vision.merge_size**2, max(config.max_num_batched_tokens, config.max_model_len))
+
+    @property
     def _width(self) -> int:
         return self._rank.config.model_config.hidden_size * (1 + self._vision.num_deepstack)
 
@@ -125,7 +131,7 @@ class VisionPart(Part):
         """Run the tower for images that come first in this batch; features of the rows, [n, width]."""
         known, device = self._cut, self._rank.device
         new = {each.digest: each for each in rows if each.digest not in known}
-        for group in groups(list(new.values()), MAX_PATCHES // self._vision.merge_size**2):
+        for group in groups(list(new.values()), self._most_tokens):
             taken = (each.image.take_pixels() for each in group)
             pixels = [{name: x.to(device, non_blocking=True) for name, x in each.items()} for each in taken]
             features = tower(pixels).split([each.num_tokens for each in group])
@@ -169,14 +175,13 @@ class VisionPart(Part):
         """Of the tower on as many patches as it takes at once, and of the features of a launch."""
         if self._rank.device.type == "cpu":
             return 0
-        config, merge = self._rank.config, self._vision.merge_size
-        longest = min(config.max_model_len, 4 * MAX_PATCHES // merge**2)  # tokens of an image
-        features = (config.max_num_batched_tokens + longest) * self._width * self._rank.dtype.itemsize
+        config = self._rank.config
+        features = (config.max_num_batched_tokens + self._most_tokens) * self._width * self._rank.dtype.itemsize
         if self.tower is None:
             return features
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        self.tower([self.tower.blank(max(MAX_PATCHES // merge**2, longest), self._rank.device)])
+        self.tower([self.tower.blank(self._most_tokens, self._rank.device)])
         torch.cuda.synchronize()
         return features + torch.cuda.max_memory_allocated() - before
 
