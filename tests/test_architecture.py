@@ -24,10 +24,11 @@ NAMED = 19  # lines of the spine that contain one of them: may fall, never rise
 PATH_LINES = 3_714  # the reading path: may fall; before it rises, CHANGELOG.md says why the spine grew
 # The only files that import a feature, besides its own.
 FACTORIES = {
-    "engine/variants.py": ("engine.speculation", "engine.hybrid", "engine.prefix_copies", "readouts.prompt_logprobs"),
-    "runner/parts.py": ("runner.drafts", "runner.cascade", "runner.recurrent", "runner.prefix_copies",
+    "engine/variants.py": ("engine.speculation", "engine.hybrid", "engine.prefix_copies", "engine.images",
+                           "readouts.prompt_logprobs"),
+    "runner/parts.py": ("runner.images", "runner.drafts", "runner.cascade", "runner.recurrent", "runner.prefix_copies",
                         "runner.readers.prompt_logprobs", "runner.readers.pooled_state"),
-    "llm.py": ("verbs.scoring", "verbs.pooling"),
+    "llm.py": ("verbs.images", "verbs.scoring", "verbs.pooling"),
 }
 AROUND = ("contrib", "as_vllm", "integrations", "cli", "__main__")  # what stands around the engine
 PUBLIC = {"nanovllm", "llm", "config", "sampling_params", "outputs", "errors", "validation", *AROUND}
@@ -114,6 +115,8 @@ def test_only_factories_import_features():
 OWN_PARTS = {
     "verbs.scoring": ("readouts.prompt_logprobs",),
     "verbs.pooling": ("runner.readers.pooled_state",),
+    "verbs.images": ("engine.images",),
+    "engine.images.loading": ("runner.images",),
     "runner.readers.prompt_logprobs": ("readouts.prompt_logprobs",),
 }
 

@@ -27,7 +27,7 @@ EXPECTED = {
     "ray_data": (r"\b40 rows, 40 right answers", "ray"),
     "evaluation": (r"exact match on sums: 1\.000", "lm_eval"),
 }  # fmt: skip
-OTHERS = {"grpo"}  # run by test_grpo
+OTHERS = {"grpo", "ocr"}  # run by test_grpo and test_vision_clients
 ALONE = ("batch_job", "evaluation", "ray_data")
 
 

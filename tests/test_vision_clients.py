@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import vision_families
-from helpers import greedy, refuses, run, tokens_of
+from helpers import ROOT, greedy, refuses, run, run_python, tokens_of
 from vision_families import image
 
 from nanovllm import LLM, ConfigError
@@ -135,6 +135,17 @@ def test_a_directory_may_be_named(folder, path, expected):
     source.write_text('{"id": "a", "image": "out.png"}\n{"id": "b", "image": "in/link.png"}\n')
     found, status = batch(folder, source, path, "--allowed-local-media-path", str(folder.parent))
     assert status == 0 and [found[key]["text"] for key in "ab"] == expected[:1] * 2
+
+
+def test_the_example_reads_pages(folder, path):
+    """examples/ocr.py: a page that cannot be read is an error of its own."""
+    (folder / "pages" / "b.png").write_bytes(b"no image")
+    script = (ROOT / "examples" / "ocr.py").read_text().replace("8192", "600")
+    (folder / "ocr.py").write_text(script)
+    out = run_python(folder / "ocr.py", path, folder / "pages").stdout
+    first, second = out.split("==== ")[1:]
+    assert first.startswith("a.png\n") and len(first) > len("a.png\n") + 1
+    assert second.startswith("b.png\nerror: the image cannot be read")
 
 
 def test_images_of_rows():

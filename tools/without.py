@@ -51,6 +51,11 @@ FEATURES = {
          "verbs/sentence_transformers.py"),
         r"read_pooled_states|\bPooling\b", ("test_embed.py", "test_readouts.py"),
     ),
+    "vision": Feature(
+        ("engine/images", "messages/images.py", "models/vision.py", "models/vision_tower.py", "runner/images.py",
+         "verbs/images.py"),
+        r"make_images|VisionPart|ImageVerbs", ("test_vision.py", "test_vision_api.py", "test_vision_clients.py"),
+    ),
     "prefix_copies": Feature(
         ("engine/prefix_copies.py", "messages/prefix_copies.py", "runner/prefix_copies.py"),
         r"CopyingBlockManager|PrefixCopies", ("engine/test_prefix_copies.py",),
