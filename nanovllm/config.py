@@ -187,7 +187,7 @@ class Config:
     mm_processor_kwargs: dict | None = option(None, DICTIONARY, feature="engine.images")
     allowed_local_media_path: str = option("", Rule("a directory", is_directory, str), feature="engine.images")
     allowed_media_domains: tuple[str, ...] | None = option(
-        None, list_of(Rule("", lambda x: isinstance(x, str)), "a list of hosts"), feature="engine.images"
+        None, optional(list_of(Rule("", lambda x: isinstance(x, str)), "a list of hosts")), feature="engine.images"
     )
     quiet: bool = option(False, FLAG)
     # derived

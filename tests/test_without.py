@@ -10,8 +10,9 @@ from helpers import ROOT
 
 @pytest.mark.parametrize(
     ("feature", "option"),
-    [("speculation", "speculative_config={'method': 'ngram'}"), ("hybrids", "num_state_snapshots=3")],
-)
+    [("speculation", "speculative_config={'method': 'ngram'}"), ("hybrids", "num_state_snapshots=3"),
+     ("vision", "language_model_only=True")],
+)  # fmt: skip
 def test_the_library_stands_without(feature, option, tmp_path):
     """Ruff, mypy and the tests of smoke pass on what is left, which refuses the feature's option by name."""
 

@@ -46,7 +46,7 @@ assert current_platform.is_cuda() != current_platform.is_cpu() and not current_p
 llm = LLM(model=sys.argv[1])
 with pytest.raises(ValueError, match=r"lora_request=.* needs LLM\(enable_lora=True\)"):
     llm.generate("x", lora_request=LoRARequest("adapter", 1, "/path"))
-with pytest.raises(ValueError, match="a prompt with 'multi_modal_data' is not supported"):
+with pytest.raises(ValueError, match="a prompt dictionary cannot have 'multi_modal_data'"):
     llm.generate({"prompt": "x", "multi_modal_data": {"image": 1}})
 with pytest.raises(RuntimeError, match="reward of vLLM"):
     llm.reward("x")
