@@ -1,4 +1,4 @@
-"""The images of a prefill: which rows of which image its tokens take, and where they stand."""
+"""The images of a prefill: the rows of each image that its tokens take, and their positions."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,7 @@ class ImageRows:
 
 @dataclass(frozen=True)
 class ImagePart:
-    """What the images of a prompt change in a chunk of n tokens.
+    """The images and positions of a prompt in a chunk of n tokens.
 
     Attributes:
         rows: of the images in the chunk, in the order of their tokens.

@@ -74,11 +74,11 @@ class Streaming(LLMEngine):
                     yield request.output()
 
     def _begin(self, prompt: Prompt, params: SamplingParams, index: int) -> Any:
-        """A request, or what ``_in_turn`` makes one of; raises RequestError."""
+        """Make a request of a prompt, or a draft that ``_in_turn`` completes; raises RequestError."""
         return self._inputs.make(prompt, params, index)
 
     def _in_turn(self, requests: Iterable[Any]) -> Iterable[Any]:
-        """The requests of what ``_begin`` returned; None: the next one is not ready."""
+        """Requests, where ``_begin`` may have made drafts; None: the next one is not ready."""
         return requests
 
     def submit(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestFuture:
