@@ -24,6 +24,7 @@ from nanovllm.models.decoder import CausalLM
 from nanovllm.models.vision import VisionConfig
 from nanovllm.models.vision_tower import VisionTower
 from nanovllm.runner.device import model_defaults
+from nanovllm.runner.image_attention import Block, attending_both_ways, blocks_of
 from nanovllm.runner.inputs import DecodeInputs
 from nanovllm.runner.launchers import DecodeLauncher, PrefillLauncher
 from nanovllm.runner.part import Launcher, Part, Rank, Step
@@ -48,6 +49,7 @@ class VisionPart(Part):
         self._first_row = rank.config.model_config.max_position_embeddings - rank.config.max_num_batched_tokens
         self._axes = torch.from_numpy(vision.axes()).to(rank.device) if vision.section else None
         self._features: torch.Tensor | None = None  # of the batch that is launched
+        self._blocks: list[Block] = []  # of it, whose tokens attend each other both ways
         self._cut: dict[bytes, torch.Tensor] = {}  # features of an image whose last tokens come with the next chunk
         self.launchers: tuple[Launcher, ...] = (VisionLauncher(state.block_tables, self),)
 
@@ -90,6 +92,8 @@ class VisionPart(Part):
             is_image = batch.token_ids < 0
             arrays["input_ids"] = np.where(is_image, np.int32(self._vision.image_token_id), batch.token_ids)
             arrays["image_rows"] = np.flatnonzero(is_image).astype(np.int32)
+            if self._vision.num_whole:
+                self._blocks = blocks_of(batch, arrays["image_rows"], arrays["positions"])
             if self._vision.section:
                 self._prepare_positions(batch, is_image, arrays)
 
@@ -141,7 +145,7 @@ class VisionPart(Part):
             context = replace(context, rope_rows=tensors["rope_rows"])
         if self._features is None:  # of this chunk all is text
             return model(input_ids, context)
-        with replaced(model, tensors["image_rows"].long(), self._features):
+        with replaced(model, tensors["image_rows"].long(), self._features), attending_both_ways(model, self._blocks):
             return model(input_ids, context)
 
     def _write_rope_rows(self, model: CausalLM, positions: torch.Tensor) -> None:
@@ -170,7 +174,8 @@ class VisionPart(Part):
         if self._rank.device.type == "cpu":
             return 0
         config, merge = self._rank.config, self._vision.merge_size
-        longest = min(config.max_model_len, 4 * MAX_PATCHES // merge**2)  # tokens of an image
+        columns = self._vision.image_size // (self._vision.patch_size * merge)
+        longest = min(config.max_model_len, columns**2 or 4 * MAX_PATCHES // merge**2)  # tokens of an image
         features = (config.max_num_batched_tokens + longest) * self._width * self._rank.dtype.itemsize
         if self.tower is None:
             return features

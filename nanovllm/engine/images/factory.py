@@ -34,7 +34,12 @@ def make_images(config: Config, tokenizer: AsyncTokenizer) -> ImageLoader | Refu
         return None
     if missing := vision.missing():
         return Refusal(f"they need {missing}; pip install 'nanovllm[vision]'")
+    if vision.num_whole > config.max_num_batched_tokens:
+        return Refusal(
+            f"one has {vision.num_whole} tokens, which attend each other both ways, and a launch takes "
+            f"{config.max_num_batched_tokens}; raise max_num_batched_tokens"
+        )
     permissions = Permissions(config.allowed_local_media_path, tuple(config.allowed_media_domains or ()))
     limit = (config.limit_mm_per_prompt or {}).get("image", NO_LIMIT)
-    options = config.mm_processor_kwargs or {}
+    options = {**vision.processor_options, **(config.mm_processor_kwargs or {})}
     return ImageLoader(vision, config.model_path, tokenizer, permissions, limit, options)
