@@ -130,7 +130,27 @@ def make_checkpoint(family: str, path, seed: int = 0):
         "mistral3": lambda: PixtralImageProcessorPil(patch_size=4, size={"longest_edge": 72}),
     }.get(family, lambda: Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 2048}))
     processor().save_pretrained(path)
+    save_tokenizer(family, path)
     return model
+
+
+def save_tokenizer(family: str, path):
+    """A tokenizer of letters and newlines, which merges newlines as Gemma's does, and knows the tokens of images."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    newlines = ["\n" * n for n in (1, 2, 4)]
+    vocab = {text: i for i, text in enumerate([*newlines, *" .abcdefghijklmnopqrstuvwxyz"], 3)}
+    vocab |= {f"<{i}>": i for i in range(190) if i not in vocab.values()}
+    special = {
+        "gemma3": {"<image_soft_token>": IMAGE, "<start_of_image>": START, "<end_of_image>": END},
+        "mistral3": {"[IMG]": IMAGE, "[IMG_BREAK]": ROW_END, "[IMG_END]": LAST_END},
+    }.get(family, {"<|image_pad|>": IMAGE})
+    vocab |= special
+    tokenizer = Tokenizer(models.BPE(vocab, [("\n", "\n"), ("\n\n", "\n\n")]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*special]})
+    tokenizer.save_pretrained(path)
 
 
 def image(height: int, width: int, seed: int = 0):
