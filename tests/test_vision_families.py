@@ -200,13 +200,20 @@ def test_text_around_an_image_is_that_of_transformers(gemma3):
             llm.generate({"prompt": "ab", "multi_modal_data": {"image": PAGE}}, GREEDY)
 
 
-def test_pan_and_scan_is_refused(gemma3):
-    path, _ = gemma3
-    options = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 8, "pan_and_scan_max_num_crops": 4,
-               "pan_and_scan_min_ratio_to_activate": 1.2}  # fmt: skip
+@pytest.mark.parametrize("family, options, reason", [
+    ("gemma3", {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 8, "pan_and_scan_max_num_crops": 4,
+                "pan_and_scan_min_ratio_to_activate": 1.2}, r"make 5 image\(s\) of 32 × 32 pixels; .* one of 32 × 32"),
+    ("gemma3", {"size": {"height": 64, "width": 64}}, r"make 1 image\(s\) of 64 × 64 pixels; .* one of 32 × 32"),
+    ("mistral3", {"size": {"longest_edge": 88}}, r"make 1 image\(s\) of 88 × 16 pixels; .* one of at most 72 × 72"),
+    ("mistral3", {"patch_size": 4}, r"make 1 image\(s\) of 72 × 12 pixels; .* squares of 8"),
+])  # fmt: skip
+def test_images_that_the_tower_does_not_take(family, options, reason, request):
+    """They are errors of their requests, in place of the engine's."""
+    path, _ = request.getfixturevalue(family)
     with engine(path) as llm:
-        output = llm.generate({**given([IMAGE, 5], [TALL]), "mm_processor_kwargs": options}, GREEDY, use_tqdm=False)[0]
-    assert "do_pan_and_scan" in output.outputs[0].stop_reason
+        prompt = {**given([IMAGE, 5], [image(90, 14, 4)]), "mm_processor_kwargs": options}
+        output = llm.generate(prompt, GREEDY, use_tqdm=False)[0]
+    assert re.search(reason, output.outputs[0].stop_reason)
 
 
 # ---------------------------------------------------------------- Mistral 3

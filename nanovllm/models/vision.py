@@ -125,17 +125,24 @@ class VisionConfig(NamedTuple):
 
     @property
     def processor_options(self) -> dict[str, Any]:
-        """Of the image processor, in addition to those that the checkpoint has for it."""
+        """Options of the image processor beside the checkpoint's own."""
         return {"patch_size": self.patch_size * self.merge_size} if self.family.marks else {}
 
     def grid(self, pixels: Mapping[str, Any]) -> np.ndarray:
-        """Frames, rows and columns of patches of one image, by the tensors that the tower takes."""
+        """Count the frames, rows and columns of patches in the tensors of one image; raises RequestError."""
         if "image_grid_thw" in pixels:
             return pixels["image_grid_thw"][0].numpy()
-        num_images, _, height, width = pixels["pixel_values"].shape
-        if num_images > 1:
-            raise RequestError("do_pan_and_scan, which makes several images of one, is not supported.")
-        return np.array([1, height // self.patch_size, width // self.patch_size])
+        num_images, _, *sides = pixels["pixel_values"].shape  # height and width
+        rows, columns = (side // self.patch_size for side in sides)
+        allowed = range(self.image_size if self.num_whole else 1, self.image_size + 1)
+        is_taken = all(side in allowed for side in sides) and not (rows % self.merge_size or columns % self.merge_size)
+        if num_images > 1 or not is_taken:
+            raise RequestError(
+                f"options of the image processor make {num_images} image(s) of {sides[0]} × {sides[1]} pixels; the "
+                f"tower takes one of {'' if self.num_whole else 'at most '}{self.image_size} × {self.image_size}, in "
+                f"squares of {self.merge_size * self.patch_size}."
+            )
+        return np.array([1, rows, columns])
 
     def num_tokens(self, grid: np.ndarray) -> int:
         """Of an image with ``grid`` (frames, rows, columns) of patches."""

@@ -7,7 +7,7 @@ from nanovllm.config import Config
 from nanovllm.engine.images.loading import ImageLoader
 from nanovllm.engine.images.sources import Permissions
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
-from nanovllm.errors import RequestError
+from nanovllm.errors import CheckpointError, RequestError
 from nanovllm.models.vision import VisionConfig
 
 NO_LIMIT = 999
@@ -42,4 +42,7 @@ def make_images(config: Config, tokenizer: AsyncTokenizer) -> ImageLoader | Refu
     permissions = Permissions(config.allowed_local_media_path, tuple(config.allowed_media_domains or ()))
     limit = (config.limit_mm_per_prompt or {}).get("image", NO_LIMIT)
     options = {**vision.processor_options, **(config.mm_processor_kwargs or {})}
-    return ImageLoader(vision, config.model_path, tokenizer, permissions, limit, options)
+    try:
+        return ImageLoader(vision, config.model_path, tokenizer, permissions, limit, options)
+    except CheckpointError as error:  # of its image processor, which text does not need
+        return Refusal(str(error).rstrip("."))
