@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from vision_families import END, FAMILIES, IMAGE, LAST_END, ROW_END, START, Twin, image
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.models.vision import VisionConfig
+from nanovllm.models.vision_tower import VisionTower
 
 pytestmark = needs("engine.images")
 PAGE, WIDE, TALL = image(40, 24, 1), image(33, 70, 2), image(90, 18, 3)
@@ -100,11 +102,47 @@ def generate_with_logits_of(llm, prompt, images):
     return generate_with_logits(llm, [prompt], 1)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-3), ("bfloat16", 0.1)])
+def test_on_a_gpu(checkpoint, dtype, tolerance):
+    """Mean error of the prompt's log-probabilities, and of tokens in a mixed batch there are as many."""
+    path, twin, _ = checkpoint
+    params = SamplingParams(temperature=0, max_tokens=N, ignore_eos=True, prompt_logprobs=0)
+    with engine(path, device="cuda", dtype=dtype, kvcache_block_size=16, max_num_batched_tokens=64) as llm:
+        outputs = llm.generate([given(*each) for each in PROMPTS], params, use_tqdm=False)
+    for output, (ids, images) in zip(outputs, PROMPTS, strict=True):
+        tokens = output.prompt_token_ids
+        want = twin.logits(ids, images).log_softmax(-1)[range(len(tokens) - 1), tokens[1:]]
+        pairs = zip(output.prompt_logprobs[1:], tokens[1:], strict=True)
+        found = torch.tensor([logprobs[token].logprob for logprobs, token in pairs])
+        assert (found - want).abs().mean() < tolerance
+        assert len(output.outputs[0].token_ids) == N
+
+
+def test_blank_pixels(checkpoint):
+    """The start on a GPU measures the tower with them."""
+    path, _, _ = checkpoint
+    vision = VisionConfig.read(path)
+    tower = VisionTower(vision, path, torch.float32)
+    tower.init_dummy(0)
+    features = tower([tower.blank(50, torch.device("cpu"))])
+    num_features, width = features.shape
+    assert 50 <= num_features < 150 and width % tower.model.config.text_config.hidden_size == 0
+    assert torch.isfinite(features).all()
+
+
+def test_dummy_weights(checkpoint):
+    path, _, _ = checkpoint
+    with engine(path, load_format="dummy") as llm:
+        output = llm.generate(given(*PROMPTS[0]), GREEDY, use_tqdm=False)[0]
+    assert len(output.outputs[0].token_ids) == N
+
+
 # ---------------------------------------------------------------- Gemma 3
 
 
 def chunks_of(llm, prompts):
-    """The chunks (first token, length) of all prefills, and the completions."""
+    """The token ids of each chunk of all prefills, and the completions."""
     found, forward = [], llm.model_runner.forward
 
     def record(batch):
