@@ -29,7 +29,9 @@ from typing import Any
 from benchmarks.engines import ENGINES, TEMPERATURE, Engine, Options, versions
 from benchmarks.workloads import PUBLISHED_MAX_NUM_SEQS, PUBLISHED_ROWS, QWEN3, SIZES, WORKLOADS, Workload, write_model
 
-GROUPS = {"published": list(PUBLISHED_ROWS), "all": [name for name in WORKLOADS if name not in PUBLISHED_ROWS]}
+PAGES = ["pages", "readypages"]
+OWN = {*PUBLISHED_ROWS, *PAGES}  # workloads of their own
+GROUPS = {"published": list(PUBLISHED_ROWS), "all": [name for name in WORKLOADS if name not in OWN]}
 CPU_SCALE = 4  # without a GPU the workloads shrink: a quarter of the requests, of a quarter of the length
 
 
@@ -115,10 +117,17 @@ def options_of(args: argparse.Namespace, model: str | None) -> Options:
     )
 
 
-def run_workload(engine: Engine, workload: Workload, args: argparse.Namespace) -> Any:
+def run_workload(engine: Engine, workload: Workload, args: argparse.Namespace) -> tuple[Any, float]:
+    """The outputs, and the seconds that they took."""
+    if workload.images is not None:
+        images = workload.images, workload.is_ready
+        return engine.generate_with_images(workload.prompts, *images, workload.max_tokens, args.temperature)
+    start = perf_counter()
     if workload.embeds:
-        return engine.embed(workload.prompts)
-    return engine.generate(workload.prompts, workload.max_tokens, args.temperature)
+        outputs = engine.embed(workload.prompts)
+    else:
+        outputs = engine.generate(workload.prompts, workload.max_tokens, args.temperature)
+    return outputs, perf_counter() - start
 
 
 def time_workload(engine: Engine, workload: Workload, args: argparse.Namespace, profile: bool) -> dict[str, Any]:
@@ -126,9 +135,8 @@ def time_workload(engine: Engine, workload: Workload, args: argparse.Namespace, 
     seconds, figures = [], {}
     for repeat in range(args.repeats):
         draw = workload.redrawn(repeat, engine.vocab_size)
-        start = perf_counter()
-        outputs = run_workload(engine, draw, args)
-        seconds.append(perf_counter() - start)
+        outputs, duration = run_workload(engine, draw, args)
+        seconds.append(duration)
         if draw.embeds:
             if len(outputs) != len(draw.prompts):
                 raise SystemExit(f"{workload.name}: some prompt has no embedding")

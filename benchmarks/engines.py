@@ -38,6 +38,11 @@ class Engine:
     def generate(self, prompts: list[list[int]], max_tokens: list[int], temperature: float) -> list[list[int]]:
         raise NotImplementedError
 
+    def generate_with_images(self, prompts: list[list[int]], images: list[bytes], is_ready: bool,
+                             max_tokens: list[int], temperature: float) -> tuple[list[list[int]], float]:
+        """``is_ready``: the images become pixels before the time is taken. Returns the seconds, too."""
+        raise SystemExit("images are timed with --engine nanovllm only.")
+
     def embed(self, prompts: list[list[int]]) -> Any:
         """Normalized embeddings, an array or tensor for each prompt."""
         raise NotImplementedError
@@ -72,6 +77,27 @@ class NanoVLLM(Engine):
     def generate(self, prompts, max_tokens, temperature):
         params = [self.make_params(temperature=temperature, max_tokens=n, ignore_eos=True) for n in max_tokens]
         return [output["token_ids"] for output in self.llm.generate(prompts, params, use_tqdm=False)]
+
+    def generate_with_images(self, prompts, images, is_ready, max_tokens, temperature):
+        from nanovllm.engine.images.loading import ImageLoader
+
+        load = ImageLoader._load
+        if is_ready:
+            loader = self.llm._inputs.attachments
+            ready = dict(zip(images, loader.threads.map(lambda image: load(loader, image, {}), images), strict=True))
+            for image in ready.values():
+                pixels = loader.let_go(image._key) or loader.process(image._source, image._options)
+                image.take_pixels = lambda pixels=pixels: pixels
+            ImageLoader._load = lambda _, source, options: ready[source]
+        given = [
+            {"prompt_token_ids": ids, "multi_modal_data": {"image": image}}
+            for ids, image in zip(prompts, images, strict=True)
+        ]
+        try:
+            start = perf_counter()
+            return self.generate(given, max_tokens, temperature), perf_counter() - start
+        finally:
+            ImageLoader._load = load
 
     def embed(self, prompts):
         return [output.embedding for output in self.llm.embed(prompts, True)]

@@ -4,10 +4,11 @@ Owns the definitions of the workloads. Knows nothing of engines, and
 imports nothing heavy: ``bench.py`` times the imports of the engines.
 """
 
+import io
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -117,7 +118,33 @@ OTHERS["qwen3-30b-a3b-fp8"] = OTHERS["qwen3-30b-a3b"] | {  # the published FP8 w
     "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
                             "weight_block_size": [128, 128]},
 }  # fmt: skip
-SIZES = (*QWEN3, *OTHERS)
+_IMAGES = {"image_token_id": 151_655, "video_token_id": 151_656, "vision_start_token_id": 151_652,
+           "vision_end_token_id": 151_653}  # fmt: skip
+_TOWER = {"in_channels": 3, "num_heads": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}
+VISION: dict[str, dict[str, Any]] = {  # shapes with a vision tower, and their image processors
+    "qwen2.5-vl-7b": {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", **_IMAGES,
+        "text_config": OTHERS["qwen2.5-7b"] | {"model_type": "qwen2_5_vl_text", "max_position_embeddings": 128_000,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}},
+        "vision_config": _TOWER | {"model_type": "qwen2_5_vl_vision", "depth": 32, "hidden_size": 1280,
+            "intermediate_size": 3420, "out_hidden_size": 3584, "patch_size": 14, "window_size": 112,
+            "fullatt_block_indexes": [7, 15, 23, 31], "hidden_act": "silu"},
+        "processor": {"patch_size": 14, "size": {"shortest_edge": 3136, "longest_edge": 12_845_056}},
+    },
+    "qwen3-vl-8b": {
+        "architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", **_IMAGES,
+        "text_config": _shape("Qwen3VLTextModel", 4096, 12_288, 36, 32, 8, 128, 151_936, 262_144) | {
+            "model_type": "qwen3_vl_text", "rms_norm_eps": 1e-6, "eos_token_id": 151_645,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20],
+                                "mrope_interleaved": True}},
+        "vision_config": _TOWER | {"model_type": "qwen3_vl_vision", "depth": 27, "hidden_size": 1152,
+            "intermediate_size": 4304, "out_hidden_size": 4096, "patch_size": 16, "num_position_embeddings": 2304,
+            "deepstack_visual_indexes": [8, 16, 24], "hidden_act": "gelu_pytorch_tanh"},
+        "processor": {"patch_size": 16, "size": {"shortest_edge": 65_536, "longest_edge": 16_777_216},
+                      "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
+    },
+}  # fmt: skip
+SIZES = (*QWEN3, *OTHERS, *VISION)
 
 
 @dataclass(frozen=True)
@@ -129,6 +156,8 @@ class Workload:
     max_tokens: list[int]
     counts_prompts: bool  # the rate is of all tokens, not of generated ones
     embeds: bool = False  # the prompts are embedded; nothing is generated
+    images: list[bytes] | None = None  # one for each prompt, encoded
+    is_ready: bool = False  # their pixels are there before the time is taken
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -148,6 +177,8 @@ class Workload:
         Repeat 0 keeps the ids as they are (but inside the vocabulary).
         """
         num_ids = min(10_001, vocab_size)
+        if self.images is not None:
+            return replace(self, images=[page(i + 1009 * repeat) for i in range(len(self.images))])
         prompts = [[(token + 1009 * repeat) % num_ids for token in prompt] for prompt in self.prompts]
         return replace(self, prompts=prompts)
 
@@ -250,6 +281,41 @@ def as_embedding(workload: Workload, name: str) -> Workload:
     return replace(workload, name=name, prompts=prompts, max_tokens=[0] * len(prompts), embeds=True)
 
 
+def pages(scale: int = 1) -> Workload:
+    """256 JPEG pages of 1,280 x 1,700 pixels, each with 32 tokens of text; 256 tokens to generate."""
+    num, token = 256 // scale, _IMAGES["image_token_id"]
+    prompts = [[_IMAGES["vision_start_token_id"], token, _IMAGES["vision_end_token_id"], *range(1000, 1032)]] * num
+    return Workload("pages", prompts, [256 // scale] * num, False, images=[page(i, scale) for i in range(num)])
+
+
+def readypages(scale: int = 1) -> Workload:
+    """The same, with the pixels of all pages made before."""
+    return replace(pages(scale), name="readypages", is_ready=True)
+
+
+def page(seed: int, scale: int = 1) -> bytes:
+    """A JPEG with lines of random words, as the scan of a page has."""
+    from PIL import Image
+
+    rng = Random(seed)
+    width, height = 1280 // scale, 1700 // scale
+    image = Image.new("RGB", (width, height), "white")
+    for top in range(40, height - 40, 22):
+        image.paste(_line(rng.randrange(64)), (rng.randint(20, 60), top))
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=85)
+    return buffer.getvalue()
+
+
+@cache
+def _line(seed: int) -> Any:
+    from PIL import Image, ImageDraw
+
+    rng, image = Random(seed), Image.new("RGB", (1200, 20), "white")
+    ImageDraw.Draw(image).text((0, 4), " ".join(f"{rng.getrandbits(28):x}" for _ in range(24)), fill="black")
+    return image
+
+
 GENERATION = headline, single, prefill, sharedprefix, batch32, batch256, short, prefillshort
 # The table that TensorRT-LLM publishes of offline runs (performance overview: Llama-3.1-8B with FP8 weights and KV
 # cache, one H200, 1,500 to 30,000 requests): tokens in and out -> requests, so many as it completes in two minutes.
@@ -261,12 +327,18 @@ PUBLISHED_ROWS = {f"published-{i}-{o}": partial(published, i, o) for i, o in PUB
 WORKLOADS: dict[str, Callable[[int], Workload]] = {
     **{make.__name__: make for make in (*GENERATION, embed, embedshort, embedmixed)},
     **PUBLISHED_ROWS,
+    "pages": pages,
+    "readypages": readypages,
 }
 
 
 def write_model(directory: str | Path, size: str) -> str:
     """Write the ``config.json`` of a model of ``size`` (a key of SIZES); return the directory."""
-    config = {"torch_dtype": "bfloat16", **(OTHERS[size] if size in OTHERS else qwen3(size))}
+    shapes = OTHERS | VISION
+    config = {"torch_dtype": "bfloat16", **(shapes[size] if size in shapes else qwen3(size))}
+    if processor := config.pop("processor", None):
+        processor = {"image_processor_type": "Qwen2VLImageProcessor", **processor}
+        Path(directory, "preprocessor_config.json").write_text(json.dumps(processor))
     Path(directory, "config.json").write_text(json.dumps(config, indent=2))
     return str(directory)
 

@@ -19,7 +19,7 @@ TOWER = {
 IDS = {"image_token_id": IMAGE, "video_token_id": 191, "vision_start_token_id": START, "vision_end_token_id": END}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 DELTA = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 64,
     "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
 }  # fmt: skip
 PARTIAL = {**ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25}

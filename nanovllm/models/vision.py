@@ -39,6 +39,7 @@ class TowerFamily(NamedTuple):
     # Default of ``mm_tokens_per_image``: every image has them, and they attend each other both ways; 0: by its size.
     num_tokens: int = 0
     marks: tuple[str, ...] = ()  # tokens behind the rows of an image, and behind its last row
+    has_mask: bool = False  # its attention takes a mask of all patches of a call by all
     placeholder: tuple[str, str] | None = None  # in texts: a regular expression, and the text that takes its place
 
 
@@ -54,7 +55,9 @@ TOWERS = {
             "<start_of_image>(?!<image_soft_token>)", "\n\n<start_of_image><image_soft_token><end_of_image>\n\n",
         ),
     ),
-    "Mistral3ForConditionalGeneration": TowerFamily("mistral3", "Mistral3Model", marks=("[IMG_BREAK]", "[IMG_END]")),
+    "Mistral3ForConditionalGeneration": TowerFamily(
+        "mistral3", "Mistral3Model", marks=("[IMG_BREAK]", "[IMG_END]"), has_mask=True
+    ),
 }  # fmt: skip
 
 class VisionConfig(NamedTuple):

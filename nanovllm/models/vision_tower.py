@@ -20,6 +20,30 @@ DUMMY_STD = 0.02
 SIZES = ("image_grid_thw", "image_sizes")  # of images, by either name
 
 
+def packed_attention() -> str:
+    """The name for transformers of attention within many images or windows by one launch: torch's flash attention.
+
+    transformers' "sdpa" launches a kernel for each; a page has hundreds of windows in each layer.
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn  # since torch 2.10
+    except ImportError:
+        return "sdpa"
+    from transformers import AttentionInterface
+
+    def attend(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any) -> Any:
+        """q, k, v [1, H, T, D] -> [1, T, H, D]."""
+        assert kwargs["scaling"] == q.shape[-1] ** -0.5 and not kwargs.get("is_causal")
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        bounds, longest = kwargs["cu_seq_lens_q"].to(torch.int32), kwargs["max_length_q"]
+        output: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest)
+        return output.unsqueeze(0), None
+
+    name = "nanovllm_flash"  # transformers gives bounds to names with "flash"
+    AttentionInterface.register(name, attend)
+    return name
+
+
 class VisionTower(nn.Module):
     """Args:
     vision: of the checkpoint.
@@ -38,6 +62,9 @@ class VisionTower(nn.Module):
         text = config.text_config
         text.num_hidden_layers, text.layer_types, text.vocab_size, text.pad_token_id = 0, [], 1, None
         self.model = getattr(module, family.model)._from_config(config, attn_implementation="sdpa", dtype=dtype)
+        if hasattr(self.model, "visual") and dtype != torch.float32 and torch.get_default_device().type == "cuda":
+            # behind the constructor, which would look for the package flash-attn
+            self.model.visual.config._attn_implementation = packed_attention()
         self.model.eval().requires_grad_(False)
         del self.model.language_model
         self.dtype, self._vision = dtype, vision

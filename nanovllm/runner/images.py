@@ -7,7 +7,7 @@ behind images has plain positions with a shift, which its decode steps add, too.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ from nanovllm.messages.images import ImageRows
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.vision import VisionConfig
 from nanovllm.models.vision_tower import VisionTower
-from nanovllm.runner.device import model_defaults
+from nanovllm.runner.device import model_defaults, select_device, select_dtype
 from nanovllm.runner.image_attention import Block, attending_both_ways, blocks_of
 from nanovllm.runner.inputs import DecodeInputs
 from nanovllm.runner.launchers import DecodeLauncher, PrefillLauncher
@@ -31,7 +31,7 @@ from nanovllm.runner.part import Launcher, Part, Rank, Step
 from nanovllm.runner.request_state import RequestState
 from nanovllm.sampling.feature import Arrays, Tensors
 
-MAX_PATCHES = 16384  # that the tower takes at once, unless one image has more
+MAX_PATCHES = 65536  # that the tower takes at once, unless one image has more: 1 to 3 GiB of activations
 
 
 class VisionPart(Part):
@@ -122,6 +122,12 @@ class VisionPart(Part):
             self._features = self._rank.tp.all_reduce(features)
 
     @property
+    def _most_tokens(self) -> int:
+        """Of images that the tower takes at once."""
+        config, num_patches = self._rank.config, MAX_PATCHES // (4 if self._vision.family.has_mask else 1)
+        return min(num_patches // self._vision.merge_size**2, max(config.max_num_batched_tokens, config.max_model_len))
+
+    @property
     def _width(self) -> int:
         return self._rank.config.model_config.hidden_size * (1 + self._vision.num_deepstack)
 
@@ -129,7 +135,7 @@ class VisionPart(Part):
         """Run the tower for images that come first in this batch; features of the rows, [n, width]."""
         known, device = self._cut, self._rank.device
         new = {each.digest: each for each in rows if each.digest not in known}
-        for group in groups(list(new.values()), MAX_PATCHES // self._vision.merge_size**2):
+        for group in groups(list(new.values()), self._most_tokens):
             taken = (each.image.take_pixels() for each in group)
             pixels = [{name: x.to(device, non_blocking=True) for name, x in each.items()} for each in taken]
             features = tower(pixels).split([each.num_tokens for each in group])
@@ -173,15 +179,13 @@ class VisionPart(Part):
         """Of the tower on as many patches as it takes at once, and of the features of a launch."""
         if self._rank.device.type == "cpu":
             return 0
-        config, merge = self._rank.config, self._vision.merge_size
-        columns = self._vision.image_size // (self._vision.patch_size * merge)
-        longest = min(config.max_model_len, columns**2 or 4 * MAX_PATCHES // merge**2)  # tokens of an image
-        features = (config.max_num_batched_tokens + longest) * self._width * self._rank.dtype.itemsize
+        config = self._rank.config
+        features = (config.max_num_batched_tokens + self._most_tokens) * self._width * self._rank.dtype.itemsize
         if self.tower is None:
             return features
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        self.tower([self.tower.blank(max(MAX_PATCHES // merge**2, longest), self._rank.device)])
+        self.tower([self.tower.blank(self._most_tokens, self._rank.device)])
         torch.cuda.synchronize()
         return features + torch.cuda.max_memory_allocated() - before
 
@@ -217,6 +221,20 @@ class ShiftedInputs(DecodeInputs):
         input_ids, context = super().__call__(size, *args, **kwargs)
         shifts = self._shifts[context.req_indices.long()].repeat_interleave(len(context.positions) // size)
         return input_ids, replace(context, rope_rows=context.positions + shifts)
+
+
+def pixel_form(config: Config) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    """Pixels as the tower takes them: in its dtype; for a GPU in pinned memory, from which copies wait for nobody."""
+    device = select_device(config.device, 0, config.tensor_parallel_size)
+    dtype, pins = select_dtype(config.dtype, config.model_config.dtype, device), device.type == "cuda"
+
+    def convert(pixels: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {
+            name: torch.empty(x.shape, dtype=dtype if x.is_floating_point() else x.dtype, pin_memory=pins).copy_(x)
+            for name, x in pixels.items()
+        }
+
+    return convert
 
 
 def load_tower(rank: Rank, vision: VisionConfig) -> VisionTower:

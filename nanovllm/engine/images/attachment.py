@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,7 +31,7 @@ class Images(Attachment):
     def __init__(self, vision: VisionConfig, prompt_ids: np.ndarray, images: "list[Image]",
                  layout: Callable[[np.ndarray], np.ndarray]):
         sizes = [image.num_tokens for image in images]
-        num_placeholders = int(np.count_nonzero(prompt_ids == vision.image_token_id))
+        num_placeholders = np.count_nonzero(prompt_ids == vision.image_token_id)
         if num_placeholders == len(images):
             first, *others = np.split(prompt_ids, np.flatnonzero(prompt_ids == vision.image_token_id))
             parts = [ids for image, text in zip(images, others, strict=True) for ids in (layout(image.grid), text[1:])]
@@ -71,7 +71,7 @@ class Images(Attachment):
         return ImagePart(tuple(rows), positions, shift)
 
 
-def wrong_count(vision: VisionConfig, num_placeholders: int, num_images: int) -> RequestError:
+def wrong_count(vision: VisionConfig, num_placeholders: Any, num_images: int) -> RequestError:
     return RequestError(
         f"the prompt has {num_placeholders} image placeholders (token {vision.image_token_id}) and {num_images} "
         "images; write one placeholder for each image."

@@ -5,12 +5,9 @@ from typing import Any, NoReturn
 
 from nanovllm.config import Config
 from nanovllm.engine.images.loading import ImageLoader
-from nanovllm.engine.images.sources import Permissions
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.errors import CheckpointError, RequestError
 from nanovllm.models.vision import VisionConfig
-
-NO_LIMIT = 999
 
 
 class Refusal:
@@ -39,10 +36,7 @@ def make_images(config: Config, tokenizer: AsyncTokenizer) -> ImageLoader | Refu
             f"one has {vision.num_whole} tokens, which attend each other both ways, and a launch takes "
             f"{config.max_num_batched_tokens}; raise max_num_batched_tokens"
         )
-    permissions = Permissions(config.allowed_local_media_path, tuple(config.allowed_media_domains or ()))
-    limit = (config.limit_mm_per_prompt or {}).get("image", NO_LIMIT)
-    options = {**vision.processor_options, **(config.mm_processor_kwargs or {})}
     try:
-        return ImageLoader(vision, config.model_path, tokenizer, permissions, limit, options)
+        return ImageLoader(vision, config, tokenizer)
     except CheckpointError as error:  # of its image processor, which text does not need
         return Refusal(str(error).rstrip("."))

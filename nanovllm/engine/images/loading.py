@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from nanovllm.config import Config
 from nanovllm.engine.images.attachment import Images, wrong_count
 from nanovllm.engine.images.sources import Permissions, open_image, read_source
 from nanovllm.engine.text.prompts import as_token_ids, split_prompt
@@ -27,6 +28,7 @@ from nanovllm.utils.checkpoint import LOADING_LOCK
 from nanovllm.validation import did_you_mean
 
 MAX_PIXEL_BYTES = 2 << 30
+NO_LIMIT = 999  # images of a prompt
 NUM_THREADS = min(16, os.cpu_count() or 1)
 KEYS = ("multi_modal_data", "mm_processor_kwargs")
 
@@ -63,23 +65,24 @@ class ImageLoader:
 
     Args:
         vision: the tower of the checkpoint.
-        model_path: its directory.
+        config: what may be read, how many images a prompt may have, options of the image processor.
         tokenizer: for prompts that are text.
-        permissions: what may be read.
-        limit: most images of a prompt.
-        options: of the image processor, such as ``max_pixels``.
     """
 
-    def __init__(self, vision: VisionConfig, model_path: str, tokenizer: AsyncTokenizer, permissions: Permissions,
-                 limit: int, options: dict[str, Any]):
-        self.vision, self.permissions, self._limit, self._options = vision, permissions, limit, options
-        self._model_path, self._tokenizer = model_path, tokenizer
+    def __init__(self, vision: VisionConfig, config: Config, tokenizer: AsyncTokenizer):
+        self.vision, self._model_path, self._tokenizer = vision, config.model_path, tokenizer
+        self.permissions = Permissions(config.allowed_local_media_path, tuple(config.allowed_media_domains or ()))
+        self._limit = (config.limit_mm_per_prompt or {}).get("image", NO_LIMIT)
+        self._options = options = {**vision.processor_options, **(config.mm_processor_kwargs or {})}
         self.threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="nanovllm-images")
         self.num_bytes = 0  # of the pixels that wait
         self._waiting: OrderedDict[object, dict[str, Any]] = OrderedDict()
         self._lock = RLock()  # a collection may let go of pixels in a thread that holds it
         self._processors: dict[str, Any] = {}  # by their options
         self._processor(options, ConfigError)
+        from nanovllm.runner.images import pixel_form  # imports torch
+
+        self._convert = pixel_form(config)
 
     # ---------------------------------------------------------------- prompts
 
@@ -107,7 +110,7 @@ class ImageLoader:
         options = {**self._options, **options}
         self._processor(options, RequestError)
         ids = as_token_ids(ids)
-        num_placeholders = int(np.count_nonzero(ids == self.vision.image_token_id))
+        num_placeholders = np.count_nonzero(ids == self.vision.image_token_id)
         if num_placeholders != len(sources) and (num_placeholders < len(sources) or not sources):
             raise wrong_count(self.vision, num_placeholders, len(sources))
         given = sources, options
@@ -162,7 +165,7 @@ class ImageLoader:
         """The tensors that the tower takes of one image, on the CPU; raises RequestError."""
         image = open_image(source)
         try:
-            return dict(self._processor(options, RequestError)(images=[image], return_tensors="pt"))
+            return self._convert(self._processor(options, RequestError)(images=[image], return_tensors="pt"))
         except Exception as error:  # of sizes that the processor does not take
             raise RequestError(f"the image processor cannot take this image: {error!s:.300}") from None
 
