@@ -1,5 +1,6 @@
 """Every family with a vision tower, next to transformers; and what some families have of their own."""
 
+import json
 import random
 import re
 import shutil
@@ -136,6 +137,26 @@ def test_dummy_weights(checkpoint):
     with engine(path, load_format="dummy") as llm:
         output = llm.generate(given(*PROMPTS[0]), GREEDY, use_tqdm=False)[0]
     assert len(output.outputs[0].token_ids) == N
+
+
+@pytest.mark.parametrize("architecture, fields, expected", [
+    ("Gemma3ForConditionalGeneration", {
+        "image_token_index": 262144, "mm_tokens_per_image": 256, "text_config": {},
+        "vision_config": {"hidden_size": 1152, "image_size": 896, "patch_size": 14, "vision_use_head": False},
+    }, (262144, 4, 14, 896, 256)),
+    ("Mistral3ForConditionalGeneration", {
+        "image_token_index": 10, "spatial_merge_size": 2, "vision_feature_layer": -1, "text_config": {},
+        "vision_config": {"model_type": "pixtral", "hidden_size": 1024, "image_size": 1540, "patch_size": 14},
+    }, (10, 2, 14, 1540, 0)),
+    ("Qwen2VLForConditionalGeneration", {
+        "image_token_id": 151655, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "vision_config": {"embed_dim": 1280, "hidden_size": 3584, "patch_size": 14, "spatial_merge_size": 2},
+    }, (151655, 2, 14, 0, 0)),
+], ids=["gemma-3-4b-it", "Mistral-Small-3.1", "Qwen2-VL-7B"])  # fmt: skip
+def test_published_fields(architecture, fields, expected, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], **fields}))
+    vision = VisionConfig.read(str(tmp_path), is_dummy=True)
+    assert vision[1:6] == expected  # from the placeholder to the tokens of an image
 
 
 # ---------------------------------------------------------------- Gemma 3
