@@ -12,6 +12,8 @@ from vision_families import END, IMAGE, START, Twin, image
 from nanovllm import LLM, RequestError, SamplingParams
 from nanovllm.engine.images import loading
 from nanovllm.engine.images.attachment import content_ids
+from nanovllm.models.vision import VisionConfig
+from nanovllm.models.vision_tower import VisionTower
 
 PAGE, WIDE, TALL = image(40, 24, 1), image(33, 70, 2), image(90, 18, 3)
 PROMPTS = [  # token ids with a placeholder for each image, and the images
@@ -75,7 +77,7 @@ def test_logprobs_of_the_prompt(checkpoint):
     expected = twin.logits(ids, images).log_softmax(-1)
     for place, (token, found) in enumerate(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)):
         if place:
-            assert found[token].logprob == pytest.approx(expected[place - 1, token].item(), abs=2e-5)
+            assert found[token].logprob == pytest.approx(expected[place - 1, token].item(), abs=2e-4 if torch.cuda.is_available() else 2e-5)
 
 
 def test_the_same_image_is_found_and_no_other(checkpoint):
@@ -197,3 +199,15 @@ def test_a_sampled_placeholder_is_text(checkpoint):
         assert output.outputs[0].token_ids == [IMAGE] * 40
         text = [4, 3, *[IMAGE] * 20]
         assert tokens(llm.generate(text, GREEDY, use_tqdm=False)) == [twin.greedy_text(text, N)]
+
+
+def test_padded_mlps(tmp_path):
+    """A GPU's products have more units than the checkpoint, and the same results."""
+    vision_families.make_checkpoint("qwen2_5_vl", tmp_path)
+    tower = VisionTower(VisionConfig.read(str(tmp_path)), str(tmp_path), torch.float32)
+    tower.load(str(tmp_path))
+    pixels = [{"pixel_values": torch.randn(48, 96), "image_grid_thw": torch.tensor([[1, 8, 6]])}]
+    expected = tower(pixels)
+    tower.pad_mlps()
+    assert tower.visual.blocks[0].mlp.up_proj.weight.shape == (64, 32)
+    torch.testing.assert_close(tower(pixels), expected)

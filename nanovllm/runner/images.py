@@ -245,6 +245,8 @@ def load_tower(rank: Rank, vision: VisionConfig) -> VisionTower:
         tower.init_dummy(config.seed)
     else:
         tower.load(config.model_path)
+    if rank.device.type == "cuda":
+        tower.pad_mlps()
     return tower
 
 
