@@ -118,7 +118,7 @@ class VisionTower(nn.Module):
 
         Qwen2.5-VL's have 3,420.
         """
-        for mlp in self.visual.modules():
+        for mlp in self.model.modules():
             if not all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")):
                 continue
             missing = -mlp.down_proj.in_features % 64
