@@ -59,7 +59,7 @@ class VisionTower(nn.Module):
             config = AutoConfig.from_pretrained(model_path)
             family = vision.family
             module: Any = import_module(f"transformers.models.{family.module}.modeling_{family.module}")
-        text = config.text_config
+        text = config.text_config  # a language model of no layers and one token, which is taken out again
         text.num_hidden_layers, text.layer_types, text.vocab_size, text.pad_token_id = 0, [], 1, None
         self.model = getattr(module, family.model)._from_config(config, attn_implementation="sdpa", dtype=dtype)
         if hasattr(self.model, "visual") and dtype != torch.float32 and torch.get_default_device().type == "cuda":
