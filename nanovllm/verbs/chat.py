@@ -71,7 +71,7 @@ class Chat(LLMEngine):
         ``apply_chat_template``, by default ``add_generation_prompt=True``; any thread may call it."""
         options.setdefault("add_generation_prompt", not options.get("continue_final_message"))
         split = [self.split_parts(conversation) for conversation in conversations]
-        texts = [self.apply_chat_template(conversation, **options) for conversation, _ in split]
+        texts = [self.place_parts(self.apply_chat_template(talk, **options), others) for talk, others in split]
         encoded = zip(texts, self.tokenize(texts, add_special_tokens=False), split, strict=True)
         return [{"prompt": text, "prompt_token_ids": ids, **others} for text, ids, (_, others) in encoded]
 
@@ -82,6 +82,10 @@ class Chat(LLMEngine):
     def load_parts(self, prompt: Prompt) -> Prompt:
         """A prompt that is to be used several times, with its parts besides text loaded; raises RequestError."""
         return prompt
+
+    def place_parts(self, text: str, others: dict[str, Any]) -> str:
+        """A conversation as text, with all that a tokenizer needs around the places of its other parts."""
+        return text
 
     @property
     def tokenizer(self) -> Any:

@@ -98,6 +98,9 @@ class ImageVerbs(Chat, Streaming):
         loaded = {"multi_modal_data": {"image": [image.result() for image in images]}}
         return {"prompt": text, "prompt_token_ids": ids, **loaded}
 
+    def place_parts(self, text: str, others: dict[str, Any]) -> str:
+        return self._loader.vision.placed(text) if others and self._loader is not None else text
+
     # ---------------------------------------------------------------- a window of images
 
     @property

@@ -50,7 +50,7 @@ class Image:
         self._loader, self._source, self._options = loader, source, options
         image = open_image(source)
         pixels = loader.process(image, options)
-        self.grid = pixels["image_grid_thw"][0].numpy()
+        self.grid = loader.vision.grid(pixels)
         self.num_tokens = loader.vision.num_tokens(self.grid)
         contents = source if isinstance(source, bytes) else b"%r" % (image.size,) + image.tobytes()
         name = json.dumps([options, self.grid.tolist()], sort_keys=True, default=str)
@@ -79,7 +79,7 @@ class ImageLoader:
         domains = tuple(map(str.lower, config.allowed_media_domains or ()))
         self.permissions = Permissions(config.allowed_local_media_path, domains)
         self._limit = (config.limit_mm_per_prompt or {}).get("image", NO_LIMIT)
-        self._options = options = config.mm_processor_kwargs or {}
+        self._options = options = {**vision.processor_options, **(config.mm_processor_kwargs or {})}
         self.threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="nanovllm-images")
         self.num_bytes = 0  # of the pixels that wait
         self._waiting: OrderedDict[object, dict[str, Any]] = OrderedDict()
@@ -118,7 +118,7 @@ class ImageLoader:
         prompt = {"prompt": prompt} if isinstance(prompt, str) else prompt
         text, ids = split_prompt({key: prompt[key] for key in prompt if key not in KEYS})
         if is_text := ids is None:
-            (ids,) = self._tokenizer.encode([text])
+            (ids,) = self._tokenizer.encode([self.vision.placed(str(text))])
         sources, options = self._sources(prompt), prompt.get("mm_processor_kwargs") or {}
         if not isinstance(options, Mapping):
             raise RequestError(f"mm_processor_kwargs must be a dictionary, not {options!r:.100}.")
@@ -144,7 +144,16 @@ class ImageLoader:
             except BaseException as error:
                 refused = as_request_error(error)
                 raise RequestError(f"image {i}: {refused}" if len(images) > 1 else str(refused)) from None
-        return Images(self.vision, ids, found)
+        return Images(self.vision, ids, found, lambda grid: self.vision.layout(grid, self._marks))
+
+    @cached_property
+    def _marks(self) -> list[int]:
+        """The ids of ``TowerFamily.marks``."""
+        marks = self.vision.family.marks
+        (ids,) = self._tokenizer.encode(["".join(marks)], add_special_tokens=False) if marks else ([],)
+        if len(ids) != len(marks):
+            raise RequestError(f"the tokenizer lacks {' or '.join(marks)}, so images have no place in a prompt.")
+        return ids
 
     def _load(self, source: Any, options: dict[str, Any]) -> Image:
         return source if isinstance(source, Image) else Image(self, read_source(source, self.permissions), options)
