@@ -53,8 +53,9 @@ FEATURES = {
     ),
     "vision": Feature(
         ("engine/images", "messages/images.py", "models/vision.py", "models/vision_tower.py", "runner/images.py",
-         "verbs/images.py"),
-        r"make_images|VisionPart|ImageVerbs", ("test_vision.py", "test_vision_api.py", "test_vision_clients.py"),
+         "runner/image_attention.py", "verbs/images.py"),
+        r"make_images|VisionPart|ImageVerbs",
+        ("test_vision.py", "test_vision_api.py", "test_vision_clients.py", "test_vision_families.py"),
     ),
     "prefix_copies": Feature(
         ("engine/prefix_copies.py", "messages/prefix_copies.py", "runner/prefix_copies.py"),
