@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy as np
 
 from nanovllm.config import read_generation_config
 from nanovllm.contrib.as_vllm import options, processors
+from nanovllm.contrib.as_vllm.helpers import load_chat_template
+from nanovllm.contrib.as_vllm.metrics import Metric, as_metrics
 from nanovllm.contrib.as_vllm.pooling import PoolingOutput, checked, usable
 from nanovllm.contrib.as_vllm.sampling import RequestOutputKind, SamplingParams, flatten_logprobs, snapshots
 from nanovllm.contrib.as_vllm.worker import worker_class
@@ -38,13 +41,15 @@ class LLMEngine:
 
     def __init__(self, model: str, **keywords: Any):
         make_worker = worker_class(keywords.get("worker_cls"), keywords.get("worker_extension_cls") or "")
+        self._chat_template = load_chat_template(keywords.get("chat_template"))
         self._keywords, self._llm = keywords, options.start(model, keywords)
         config = options.EngineConfig(self._llm.config, {"model": model, **keywords}, self._llm.model_runner)
         self.vllm_config = self.model_config = self.cache_config = self.scheduler_config = self.parallel_config = config
         self.model_executor = self._worker = make_worker(self._llm, config)
         self._processors = processors.load(keywords.get("logits_processors"), config, self._llm.model_runner.device)
-        self._requests: dict[str, tuple[Any, RequestOutputKind]] = {}  # future, kind; by the user's name
+        self._requests: dict[str, tuple[Any, RequestOutputKind, Any]] = {}  # future, kind, parameters; by their names
         self._waiting: dict[str, tuple[Any, ...]] = {}  # arguments of ``_start``, until the engine is idle
+        self._names = map(str, count())  # of ``enqueue``
         self._profile: Any = None  # torch's profiler, while it runs
 
     @classmethod
@@ -88,8 +93,16 @@ class LLMEngine:
             values["max_tokens" if name == "max_new_tokens" else name] = value
         return SamplingParams.from_optional(**values)
 
-    def get_metrics(self) -> list[Any]:
-        return []  # as with disable_log_stats, the default
+    def reset_mm_cache(self) -> None:
+        """Nothing is cached of images."""
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """Number of ranks; of all data-parallel processes (``VLLM_DP_SIZE``), or of this one."""
+        return self.parallel_config.world_size * (int(os.environ.get("VLLM_DP_SIZE", "1")) if include_dp else 1)
+
+    def get_metrics(self) -> list[Metric]:
+        """vLLM's counters, with or without ``disable_log_stats``."""
+        return as_metrics(self._llm.metrics(), self.model_config.model)
 
     def do_log_stats(self) -> None:
         """Statistics are not logged."""
@@ -102,20 +115,22 @@ class LLMEngine:
         refuse("add_request", **others)
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a string, not {type(request_id).__name__}")
-        if request_id in self._requests or request_id in self._waiting:
+        self._queue(request_id, prompt, params, lora_request, getattr(params, "output_kind", None))
+        return request_id
+
+    def _queue(self, request_id: str, prompt: Any, given: Any, lora_request: Any, kind: Any) -> None:
+        if self.is_unfinished(request_id):
             raise RequestError(f"request_id={request_id!r} is in use by an unfinished request.")
-        kind = getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)
-        request = lora_request, kind, as_prompt(prompt), snapshots(params, self._processors)
+        request = lora_request, kind, given, as_prompt(prompt), snapshots(given, self._processors)
         if self._waiting or not self._fits(lora_request):
-            self.awake().submit(*request[2:]).cancel()  # raises what can never be served
+            self.awake().submit(*request[3:]).cancel()  # raises what can never be served
             self._waiting[request_id] = request
         else:
             self._start(request_id, *request)
-        return request_id
 
-    def _start(self, request_id: str, lora_request: Any, kind: RequestOutputKind, prompt: Any, params: Any) -> None:
+    def _start(self, request_id: str, lora_request: Any, kind: Any, given: Any, prompt: Any, params: Any) -> None:
         self._adapt(lora_request)
-        self._requests[request_id] = self.awake().submit(prompt, params), kind
+        self._requests[request_id] = self.awake().submit(prompt, params), kind, given
 
     def _fits(self, lora_request: Any) -> bool:
         """Whether a request may start: it needs the weights of the unfinished ones, or there are none."""
@@ -148,6 +163,9 @@ class LLMEngine:
         self._adapt(None)
         return self.awake()
 
+    def is_unfinished(self, request_id: str) -> bool:
+        return request_id in self._requests or request_id in self._waiting
+
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests or self._waiting)
 
@@ -174,14 +192,14 @@ class LLMEngine:
                 self._waiting.clear()
             raise
         outputs = []
-        for name, (future, kind) in list(self._requests.items()):
+        for name, (future, kind, given) in list(self._requests.items()):
             if kind is RequestOutputKind.FINAL_ONLY and not future.done():
                 continue
             if (output := future.delta(cumulative=kind is not RequestOutputKind.DELTA)) is not None:
                 if output.finished:
                     del self._requests[name]
                 output.request_id = name
-                outputs.append(output)
+                outputs += flatten_logprobs([output], given)
         return outputs
 
     # ---------------------------------------------------------------- torch's profiler
@@ -262,10 +280,60 @@ class LLM(LLMEngine):
         refuse("chat", **others)
         messages = with_parsed_arguments(messages)
         return self._complete(
-            "chat", messages, sampling_params, lora_request, use_tqdm, chat_template=chat_template, tools=tools,
+            "chat", messages, sampling_params, lora_request, use_tqdm, tools=tools,
+            chat_template=chat_template or self._chat_template,
             add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
             chat_template_kwargs=chat_template_kwargs,
         )  # fmt: skip
+
+    def enqueue(self, prompts: Any, sampling_params: Any = None, lora_request: Any = None, priority: Any = None,
+                use_tqdm: bool | Callable = True, **others: Any) -> list[str]:
+        """Queue one prompt or many for ``wait_for_completion``; the ids of their requests.
+
+        Raises:
+            RequestError: as ``generate``; none of the prompts is queued.
+        """
+        refuse("enqueue", priority=priority, **others)
+        prompts = as_prompts(prompts)
+        prompts = [prompts] if is_one_prompt(prompts) else list(prompts)
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        each = zip(prompts, for_each(params, prompts), for_each(lora_request, prompts), strict=True)
+        names: list[str] = []
+        try:
+            for prompt, own, lora in each:
+                names.append(next(self._names))
+                self._queue(names[-1], prompt, own, lora, RequestOutputKind.FINAL_ONLY)
+        except BaseException:
+            self.abort_request(names)
+            raise
+        return names
+
+    def enqueue_chat(self, messages: list, sampling_params: Any = None, use_tqdm: bool | Callable = True,
+                     lora_request: Any = None, chat_template: str | None = None,
+                     chat_template_content_format: str = "auto", add_generation_prompt: bool = True,
+                     continue_final_message: bool = False, tools: list[dict] | None = None,
+                     chat_template_kwargs: dict | None = None, **others: Any) -> list[str]:
+        """``enqueue`` for one conversation or many."""
+        refuse("enqueue_chat", **others)
+        messages = with_parsed_arguments(messages)
+        options = {
+            **(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message, "tools": tools,
+            "chat_template": chat_template or self._chat_template,
+        }  # fmt: skip
+        given = {name: value for name, value in options.items() if value is not None}
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        texts = [self.awake().apply_chat_template(conversation, **given) for conversation in conversations]
+        encoded = zip(texts, self.awake().tokenize(texts, add_special_tokens=False), strict=True)
+        prompts = [{"prompt": text, "prompt_token_ids": ids} for text, ids in encoded]
+        return self.enqueue(prompts, sampling_params, lora_request)
+
+    def wait_for_completion(self, output_type: Any = None, *, use_tqdm: bool | Callable = True) -> list[RequestOutput]:
+        """Complete all queued requests: their outputs, in the order of the queue. There is no progress bar."""
+        names, outputs = [*self._requests, *self._waiting], {}
+        while self.has_unfinished_requests():
+            outputs.update({output.request_id: output for output in self.step() if output.finished})
+        return [outputs[name] for name in names]
 
     def beam_search(self, prompts: Any, params: Any, lora_request: Any = None, use_tqdm: bool = False,
                     concurrency_limit: int | None = None) -> list[Any]:
@@ -362,6 +430,15 @@ def as_prompt(prompt: Any) -> Any:
         if value and key not in (*PROMPT_KEYS, *IGNORED_KEYS):
             raise RequestError(f"a prompt with {key!r} is not supported by nanovllm; allowed: {PROMPT_KEYS}.")
     return {key: prompt[key] for key in PROMPT_KEYS if prompt.get(key) is not None}
+
+
+def for_each(value: Any, prompts: list) -> Any:
+    """A value for each prompt: the one, or those of a list, whose length is checked."""
+    if not isinstance(value, (list, tuple)):
+        return [value] * len(prompts)
+    if len(value) != len(prompts):
+        raise RequestError(f"{len(prompts)} prompts but {len(value)} sampling_params or lora_requests.")
+    return value
 
 
 def refuse(method: str, **values: Any) -> None:

@@ -51,6 +51,8 @@ NEUTRAL: dict[str, tuple] = {
     "thinking_token_budget": (None, -1), "repetition_detection": (None,),
     "logprob_token_ids": (None, []), "best_of": (None, 1),
     "use_beam_search": (False,), "length_penalty": (1.0,), "early_stopping": (False,),
+    "watermarking": (None, False), "prompt_logprob_token_ids": (None, []), "prompt_logprob_start": (None, 0),
+    "trace_decode_token_ids": (None, []), "routed_experts_prompt_start": (0, None),
 }  # fmt: skip
 # vLLM's order of positional arguments
 ORDER = ("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
@@ -59,7 +61,8 @@ ORDER = ("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "te
 DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(ORDER), **core.DEFAULTS, "stop_token_ids": None, "max_tokens": 16, "flat_logprobs": False,
     "output_kind": RequestOutputKind.CUMULATIVE, "skip_clone": False, "skip_reading_prefix_cache": None,
-    "guided_decoding": None, "extra_args": None, **{name: neutral[0] for name, neutral in NEUTRAL.items()},
+    "guided_decoding": None, "extra_args": None, "stream_interval": None, "output_text_buffer_length": 0,
+    **{name: neutral[0] for name, neutral in NEUTRAL.items()},
 }  # fmt: skip
 
 

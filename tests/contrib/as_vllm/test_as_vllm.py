@@ -83,6 +83,11 @@ def test_bad_command_lines(argv, said):
     assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
 
 
+def test_help_is_no_error():
+    done = run("-m", "nanovllm.as_vllm", "--help")
+    assert done.stdout.strip().startswith("Run a script written for vLLM") and "[args]" in done.stdout
+
+
 def test_an_engine_without_references_frees_its_memory():
     """Scripts free it by ``del llm``, and make the next one."""
     llm = LLM(str(DEMO_MODEL), device="cpu")
