@@ -16,7 +16,8 @@ from nanovllm.contrib.as_vllm.sampling import RequestOutputKind
 from nanovllm.errors import EngineError
 from nanovllm.outputs import RequestOutput
 
-AWAITED = (*OF_THE_WORKER, "reset_prefix_cache", "reset_mm_cache", "start_profile", "stop_profile", "do_log_stats")
+AWAITED = (*OF_THE_WORKER, "add_lora", "remove_lora", "list_loras", "reset_prefix_cache", "reset_mm_cache",
+           "start_profile", "stop_profile", "do_log_stats")  # fmt: skip
 READ = ("vllm_config", "model_config", "cache_config", "scheduler_config", "parallel_config", "tokenizer",
         "get_tokenizer", "get_num_unfinished_requests")  # fmt: skip
 

@@ -1,7 +1,8 @@
 """vLLM's ``LLM`` and ``LLMEngine``: its signatures over one nanovllm engine."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ class LLMEngine:
         self._processors = processors.load(keywords.get("logits_processors"), config, self._llm.model_runner.device)
         self._requests: dict[str, tuple[Any, RequestOutputKind, Any]] = {}  # future, kind, parameters; by their names
         self._waiting: dict[str, tuple[Any, ...]] = {}  # arguments of ``_start``, until the engine is idle
+        self._loras: set[int] = set()  # ids of ``add_lora``
         self._names = map(str, count())  # of ``enqueue``
         self._profile: Any = None  # torch's profiler, while it runs
 
@@ -158,6 +160,22 @@ class LLMEngine:
             self.awake().update_weights(lora=None if lora is None else lora[0])
             worker.lora, worker.has_new_weights = lora, False
 
+    def add_lora(self, lora_request: Any) -> bool:
+        """Read an adapter before its first request; it takes an idle engine, and the place of the one before."""
+        self._adapt(lora_request)
+        self._loras.add(lora_request.lora_int_id)
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Whether it had been added; a request may name its adapter with or without that."""
+        was_there = lora_id in self._loras
+        self._loras.discard(lora_id)
+        return was_there
+
+    def list_loras(self) -> set[int]:
+        """Of those added, the ids."""
+        return set(self._loras)
+
     def _without_adapter(self) -> Any:
         """nanovllm's engine with the checkpoint's own weights."""
         self._adapt(None)
@@ -179,18 +197,24 @@ class LLMEngine:
             if name in self._requests:
                 self._llm.abort(self._requests.pop(name)[0].request_id)
 
+    @contextmanager
+    def _forgetting_dropped(self) -> Iterator[None]:
+        """A failed step drops all requests."""
+        try:
+            yield
+        except BaseException:
+            if self._llm.is_finished():
+                self._requests.clear()
+                self._waiting.clear()
+            raise
+
     def step(self) -> list[RequestOutput]:
         """Outputs of requests with new tokens, as their ``output_kind`` asks."""
         while self._waiting and self._fits(next(iter(self._waiting.values()))[0]):
             name = next(iter(self._waiting))
             self._start(name, *self._waiting.pop(name))
-        try:
+        with self._forgetting_dropped():
             self.awake().step()
-        except BaseException:
-            if self._llm.is_finished():
-                self._requests.clear()  # they were dropped
-                self._waiting.clear()
-            raise
         outputs = []
         for name, (future, kind, given) in list(self._requests.items()):
             if kind is RequestOutputKind.FINAL_ONLY and not future.done():
@@ -332,6 +356,9 @@ class LLM(LLMEngine):
         """Complete all queued requests: their outputs, in the order of the queue. There is no progress bar."""
         names, outputs = [*self._requests, *self._waiting], {}
         while self.has_unfinished_requests():
+            with self._forgetting_dropped():
+                for future, *_ in list(self._requests.values()):
+                    future.exception()  # takes the steps; ``step`` would ask every request after each
             outputs.update({output.request_id: output for output in self.step() if output.finished})
         return [outputs[name] for name in names]
 

@@ -3,6 +3,7 @@
 They are in ``scripts/``, know vLLM's names only, and check what they get. Each takes a model's path.
 """
 
+import asyncio
 import gc
 import json
 import os
@@ -14,6 +15,8 @@ import torch
 from helpers import ROOT, run_python
 
 from nanovllm.contrib.as_vllm import options
+from nanovllm.contrib.as_vllm.async_llm import AsyncLLM
+from nanovllm.contrib.as_vllm.helpers import LoRARequest
 from nanovllm.contrib.as_vllm.llm import LLM
 from nanovllm.contrib.as_vllm.sampling import SamplingParams
 from nanovllm.errors import ConfigError, EngineError, RequestError
@@ -105,11 +108,34 @@ def test_the_loop_ends_after_a_failed_step(monkeypatch):
     """A script that goes on after the error would step an engine for ever that has dropped its requests."""
     llm = LLM(str(DEMO_MODEL), device="cpu")
     monkeypatch.setattr(llm.awake().scheduler, "schedule", lambda: 1 // 0)
-    llm.add_request("name", "2 + 3", SamplingParams())
-    with pytest.raises(ZeroDivisionError):
-        llm.step()
-    assert not llm.has_unfinished_requests()
+    for run in (llm.step, llm.wait_for_completion):
+        llm.add_request("name", "2 + 3", SamplingParams())
+        with pytest.raises(ZeroDivisionError):
+            run()
+        assert not llm.has_unfinished_requests()
     llm.shutdown()
+
+
+def test_a_failed_step_ends_the_tasks_that_wait_for_it(monkeypatch):
+    """Those of another adapter go on; then the engine serves again."""
+    engine = AsyncLLM(str(DEMO_MODEL), device="cpu", enable_lora=True)
+    params, missing = SamplingParams(temperature=0, max_tokens=9), LoRARequest("missing", 9, "/nowhere")
+
+    async def last(name, lora=None):
+        return [output async for output in engine.generate("2 + 3", params, name, lora)][-1]
+
+    async def main():
+        names = ("a", None), ("b", missing), ("c", None)
+        first, refused, second = await asyncio.gather(*map(last, *zip(*names, strict=True)), return_exceptions=True)
+        assert first.outputs == second.outputs and "/nowhere" in str(refused)
+        with monkeypatch.context() as patched:
+            patched.setattr(engine._engine.awake().scheduler, "schedule", lambda: 1 // 0)
+            failed = await asyncio.gather(last("a"), last("b"), return_exceptions=True)
+        assert [type(error) for error in failed] == [ZeroDivisionError] * 2
+        assert (await last("a")).outputs == first.outputs
+
+    asyncio.run(main())
+    engine.shutdown()
 
 
 @pytest.mark.parametrize(
