@@ -51,8 +51,9 @@ class AsyncLLM:
 
     async def generate(self, prompt: Any, sampling_params: Any, request_id: str, lora_request: Any = None,
                        **others: Any) -> AsyncGenerator[RequestOutput, None]:
-        """Yield a request's outputs as they grow, in its ``output_kind``; of those that its task was too late for, the
-        newest. When the generator is closed or cancelled, the request is aborted; after ``abort`` the generator ends.
+        """Yield a request's outputs as they grow, in its ``output_kind``; a late task gets the newest one.
+
+        The request is aborted when the generator is closed or cancelled; the generator ends after ``abort``.
 
         Raises:
             RequestError: the prompt or a parameter cannot be served.

@@ -51,7 +51,7 @@ def resolve_hf_chat_template(tokenizer: Any, chat_template: Any = None, tools: A
 
 
 def load_chat_template(chat_template: Any, *, is_literal: bool = False) -> str | None:
-    """The text of a template, given as such or by the path of its file.
+    """Read a template that is given as text, or by the path of its file.
 
     Raises:
         ConfigError: it reads like a path, and there is no such file.

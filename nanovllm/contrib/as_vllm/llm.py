@@ -99,11 +99,11 @@ class LLMEngine:
         """Nothing is cached of images."""
 
     def get_world_size(self, include_dp: bool = True) -> int:
-        """Number of ranks; of all data-parallel processes (``VLLM_DP_SIZE``), or of this one."""
+        """Count the ranks of all data-parallel processes (``VLLM_DP_SIZE``), or of this one."""
         return self.parallel_config.world_size * (int(os.environ.get("VLLM_DP_SIZE", "1")) if include_dp else 1)
 
     def get_metrics(self) -> list[Metric]:
-        """vLLM's counters, with or without ``disable_log_stats``."""
+        """Read the engine's counters, with or without ``disable_log_stats``."""
         return as_metrics(self._llm.metrics(), self.model_config.model)
 
     def do_log_stats(self) -> None:
@@ -167,13 +167,13 @@ class LLMEngine:
         return True
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Whether it had been added; a request may name its adapter with or without that."""
+        """Take an adapter off the list; True if it was there. A request may name an adapter that is not."""
         was_there = lora_id in self._loras
         self._loras.discard(lora_id)
         return was_there
 
     def list_loras(self) -> set[int]:
-        """Of those added, the ids."""
+        """List the ids that ``add_lora`` was given."""
         return set(self._loras)
 
     def _without_adapter(self) -> Any:
@@ -199,7 +199,7 @@ class LLMEngine:
 
     @contextmanager
     def _forgetting_dropped(self) -> Iterator[None]:
-        """A failed step drops all requests."""
+        """Forget the requests that a failed step has dropped: all of them."""
         try:
             yield
         except BaseException:
@@ -285,11 +285,10 @@ class LLM(LLMEngine):
                 output.lora_request = lora_request
             return outputs
         prompts = [prompts] if is_one_prompt(prompts) else prompts
-        if len(lora_request) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts but {len(lora_request)} lora_requests.")
+        lora_requests = for_each("lora_requests", lora_request, prompts)
         results: dict[int, Any] = {}
-        for adapter in dict.fromkeys(lora_request):
-            ours = [i for i, asked in enumerate(lora_request) if asked == adapter]
+        for adapter in dict.fromkeys(lora_requests):
+            ours = [i for i, asked in enumerate(lora_requests) if asked == adapter]
             own = [params[i] for i in ours] if isinstance(params, (list, tuple)) else params
             outputs = self._by_adapter([prompts[i] for i in ours], own, adapter, run)
             results.update(zip(ours, outputs, strict=True))
@@ -312,7 +311,7 @@ class LLM(LLMEngine):
 
     def enqueue(self, prompts: Any, sampling_params: Any = None, lora_request: Any = None, priority: Any = None,
                 use_tqdm: bool | Callable = True, **others: Any) -> list[str]:
-        """Queue one prompt or many for ``wait_for_completion``; the ids of their requests.
+        """Queue one prompt or many for ``wait_for_completion``; return the ids of their requests.
 
         Raises:
             RequestError: as ``generate``; none of the prompts is queued.
@@ -321,12 +320,14 @@ class LLM(LLMEngine):
         prompts = as_prompts(prompts)
         prompts = [prompts] if is_one_prompt(prompts) else list(prompts)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        each = zip(prompts, for_each(params, prompts), for_each(lora_request, prompts), strict=True)
+        own_params = for_each("sampling_params", params, prompts)
+        own_loras = for_each("lora_requests", lora_request, prompts)
         names: list[str] = []
         try:
-            for prompt, own, lora in each:
-                names.append(next(self._names))
-                self._queue(names[-1], prompt, own, lora, RequestOutputKind.FINAL_ONLY)
+            for prompt, own, lora in zip(prompts, own_params, own_loras, strict=True):
+                name = next(name for name in self._names if not self.is_unfinished(name))
+                self._queue(name, prompt, own, lora, RequestOutputKind.FINAL_ONLY)
+                names.append(name)
         except BaseException:
             self.abort_request(names)
             raise
@@ -337,7 +338,7 @@ class LLM(LLMEngine):
                      chat_template_content_format: str = "auto", add_generation_prompt: bool = True,
                      continue_final_message: bool = False, tools: list[dict] | None = None,
                      chat_template_kwargs: dict | None = None, **others: Any) -> list[str]:
-        """``enqueue`` for one conversation or many."""
+        """Queue one conversation or many, as ``enqueue`` does."""
         refuse("enqueue_chat", **others)
         messages = with_parsed_arguments(messages)
         options = {
@@ -353,7 +354,7 @@ class LLM(LLMEngine):
         return self.enqueue(prompts, sampling_params, lora_request)
 
     def wait_for_completion(self, output_type: Any = None, *, use_tqdm: bool | Callable = True) -> list[RequestOutput]:
-        """Complete all queued requests: their outputs, in the order of the queue. There is no progress bar."""
+        """Complete all queued requests; return their outputs in the order of the queue. There is no progress bar."""
         names, outputs = [*self._requests, *self._waiting], {}
         while self.has_unfinished_requests():
             with self._forgetting_dropped():
@@ -459,12 +460,12 @@ def as_prompt(prompt: Any) -> Any:
     return {key: prompt[key] for key in PROMPT_KEYS if prompt.get(key) is not None}
 
 
-def for_each(value: Any, prompts: list) -> Any:
-    """A value for each prompt: the one, or those of a list, whose length is checked."""
+def for_each(what: str, value: Any, prompts: list) -> Any:
+    """Repeat one value for every prompt, or check a list's length."""
     if not isinstance(value, (list, tuple)):
         return [value] * len(prompts)
     if len(value) != len(prompts):
-        raise RequestError(f"{len(prompts)} prompts but {len(value)} sampling_params or lora_requests.")
+        raise RequestError(f"{len(prompts)} prompts but {len(value)} {what}.")
     return value
 
 

@@ -44,7 +44,7 @@ GAUGES = "kv_cache_usage_perc", "num_requests_running", "num_requests_waiting"
 
 
 def as_metrics(counters: dict[str, Any], model: str) -> list[Metric]:
-    """Of the dictionary ``llm.metrics()``."""
+    """Turn the dictionary ``llm.metrics()`` into a list of metrics."""
     metrics: list[Metric] = []
     labels = {"model_name": model, "engine": "0"}
     for key, value in counters.items():

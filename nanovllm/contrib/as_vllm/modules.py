@@ -26,9 +26,8 @@ LEAVES = """version envs sampling_params pooling_params beam_search outputs logp
     prompt_adapter.request entrypoints.llm entrypoints.chat_utils engine.arg_utils engine.llm_engine
     engine.async_llm_engine engine.protocol v1.engine.llm_engine v1.engine.async_llm
     v1.sample.logits_processor.interface v1.sample.logits_processor.builtin v1.worker.gpu_worker
-    v1.worker.gpu_model_runner v1.executor.abstract v1.executor.ray_utils
-    v1.metrics.reader v1.metrics.stats v1.metrics.loggers worker.worker
-    worker.worker_base utils.argparse_utils utils.network_utils utils.system_utils
+    v1.worker.gpu_model_runner v1.executor.abstract v1.executor.ray_utils v1.metrics.reader v1.metrics.stats
+    v1.metrics.loggers worker.worker worker.worker_base utils.argparse_utils utils.network_utils utils.system_utils
     utils.counter utils.torch_utils distributed.parallel_state distributed.utils distributed.weight_transfer.base
     distributed.weight_transfer.nccl_engine distributed.device_communicators.pynccl model_executor.utils
     model_executor.models.registry model_executor.models.deepseek_ocr model_executor.model_loader.weight_utils

@@ -76,8 +76,7 @@ OFF = """disable_async_output_proc enable_log_requests disable_chunked_mm_input 
     specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras kv_cache_metrics cudagraph_metrics
     enable_layerwise_nvtx_tracing enable_mfu_metrics enable_logging_iteration_details jit_monitor_verbose
     enable_mm_processor_stats sleep_mode_offload_cudagraph enable_cumem_allocator enable_nccl_comm_suspend
-    enable_mamba_shared_prefix_checkpoint use_replayssm kv_sharing_fast_prefill
-    fail_on_environ_validation"""
+    enable_mamba_shared_prefix_checkpoint use_replayssm kv_sharing_fast_prefill fail_on_environ_validation"""
 UNSET = """served_model_name swap_space enable_chunked_prefill max_num_partial_prefills max_long_partial_prefills
     long_prefill_token_threshold num_scheduler_steps num_lookahead_slots scheduler_delay_factor preemption_mode
     async_scheduling stream_interval prefix_caching_hash_algo attention_backend max_parallel_loading_workers
@@ -176,7 +175,10 @@ def to_nanovllm(keywords: dict[str, Any]) -> dict[str, Any]:
 
 
 def num_blocks_in(num_bytes: Any, model: str, given: dict[str, Any]) -> int:
-    """KV blocks that ``kv_cache_memory_bytes`` of each device hold; states of recurrent layers come on top of them."""
+    """Count the KV blocks in ``kv_cache_memory_bytes`` of each device; states of recurrent layers come on top.
+
+    The dtype "auto" on a CPU counts as float32, so that the cache may take half of the bytes there.
+    """
     import torch
 
     config = config_of(model, given.get("revision")).model_config

@@ -26,12 +26,16 @@ chats = [[{"role": "user", "content": f"{i} + 3"}] for i in range(3)]
 ids = llm.enqueue(prompts, params) + llm.enqueue_chat(chats, greedy, use_tqdm=False) + llm.enqueue("count to 9", greedy)
 ids += llm.enqueue_chat(chats[0], greedy)
 assert len(set(ids)) == len(ids) == 8 and all(isinstance(i, str) for i in ids)
-assert llm.llm_engine.has_unfinished_requests()
+llm.llm_engine.add_request("8", "aborted", greedy)
+ids += llm.enqueue(["count to 5"], [greedy])  # not "8"
+llm.llm_engine.abort_request("8")
+assert llm.llm_engine.get_num_unfinished_requests() == len(set(ids)) == 9
 outputs = llm.wait_for_completion(RequestOutput, use_tqdm=False)
 assert [output.request_id for output in outputs] == ids and not llm.llm_engine.has_unfinished_requests()
 expected = [
     *llm.generate(prompts, params, use_tqdm=False), *llm.chat(chats, greedy, use_tqdm=False),
     *llm.generate("count to 9", greedy, use_tqdm=False), *llm.chat(chats[0], greedy, use_tqdm=False),
+    *llm.generate(["count to 5"], greedy, use_tqdm=False),
 ]  # fmt: skip
 for output, other in zip(outputs, expected, strict=True):
     assert output.outputs == other.outputs and output.prompt == other.prompt
@@ -48,10 +52,10 @@ for metric in llm.get_metrics():
 (generated,) = metrics["vllm:generation_tokens"]
 assert isinstance(generated, Counter) and generated.value == 2 * sum(len(o.outputs[0].token_ids) for o in outputs)
 (latency,) = metrics["vllm:e2e_request_latency_seconds"]
-assert isinstance(latency, Histogram) and latency.count == latency.buckets["+Inf"] == 16 and latency.sum > 0
+assert isinstance(latency, Histogram) and latency.count == latency.buckets["+Inf"] == 18 and latency.sum > 0
 (running,) = metrics["vllm:num_requests_running"]
 assert isinstance(running, Gauge) and running.value == 0
 ends = {metric.labels["finished_reason"]: metric.value for metric in metrics["vllm:request_success"]}
-assert ends["stop"] + ends["length"] == 16
+assert ends["stop"] + ends["length"] == 18
 (accepted,) = metrics["vllm:spec_decode_num_accepted_tokens_per_pos"]
 assert isinstance(accepted, Vector) and len(accepted.values) >= 3

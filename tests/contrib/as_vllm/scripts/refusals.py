@@ -64,7 +64,7 @@ with pytest.raises(ValueError, match=r"lora_request=.* needs LLM\(enable_lora=Tr
     llm.generate("x", lora_request=LoRARequest("adapter", 1, "/path"))
 with pytest.raises(ValueError, match="a prompt with 'multi_modal_data' is not supported"):
     llm.generate({"prompt": "x", "multi_modal_data": {"image": 1}})
-with pytest.raises(ValueError, match="3 prompts but 2 sampling_params or lora_requests"):
+with pytest.raises(ValueError, match="3 prompts but 2 sampling_params"):
     llm.enqueue(["x", "y", "z"], [SamplingParams()] * 2)
 with pytest.raises(ValueError, match=r"the prompt has \d+ tokens"):
     llm.enqueue(["x", [5] * 5000])
