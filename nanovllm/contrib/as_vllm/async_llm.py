@@ -5,21 +5,22 @@ Owns the thread, on which all calls of the engine take turns with its steps, and
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable
+import copy
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from nanovllm.contrib.as_vllm.llm import OF_THE_WORKER, LLMEngine, refuse
+from nanovllm.contrib.as_vllm.llm import LLM, OF_THE_WORKER, refuse
 from nanovllm.contrib.as_vllm.sampling import RequestOutputKind
 from nanovllm.errors import EngineError
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import PoolingRequestOutput, RequestOutput
 
 AWAITED = (*OF_THE_WORKER, "add_lora", "remove_lora", "list_loras", "reset_prefix_cache", "reset_mm_cache",
-           "start_profile", "stop_profile", "do_log_stats")  # fmt: skip
+           "start_profile", "stop_profile", "do_log_stats", "get_model_config")  # fmt: skip
 READ = ("vllm_config", "model_config", "cache_config", "scheduler_config", "parallel_config", "tokenizer",
-        "get_tokenizer", "get_num_unfinished_requests")  # fmt: skip
+        "get_num_unfinished_requests")  # fmt: skip
 
 
 class AsyncLLM:
@@ -27,13 +28,17 @@ class AsyncLLM:
 
     Args:
         model, **keywords: of ``LLMEngine``, whose errors it raises.
+
+    Attributes:
+        is_running: it was not shut down.
     """
 
     def __init__(self, model: str, **keywords: Any):
         self._thread = ThreadPoolExecutor(1, "nanovllm-engine")  # first come, first served: steps are calls, too
-        self._engine = self._thread.submit(partial(LLMEngine, model, **keywords)).result()
+        self._engine = self._thread.submit(partial(LLM, model, **keywords)).result()
         self._inboxes: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue]] = {}  # of unfinished requests
         self._is_stepping = False  # a step is queued; this and the line above are for the engine's thread alone
+        self.is_running = True
 
     @classmethod
     def from_engine_args(cls, engine_args: Any, *_: Any, **__: Any) -> "AsyncLLM":
@@ -78,12 +83,38 @@ class AsyncLLM:
         finally:
             self._thread.submit(self._leave, inbox, request_id)  # behind ``_add``, which may be running still
 
+    async def encode(self, prompt: Any, pooling_params: Any, request_id: str,
+                     **others: Any) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Yield ``LLM.encode`` of one prompt, between the steps of other requests."""
+        (output,) = await self._run(self._engine.encode, [prompt], pooling_params, use_tqdm=False, **others)
+        output.request_id = request_id  # type: ignore[assignment]
+        yield output
+
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ids that are unknown or finished are passed over."""
         await self._run(self._end, [request_id] if isinstance(request_id, str) else list(request_id), None)
 
+    async def check_health(self) -> None:
+        """Raise EngineError after ``shutdown``."""
+        if not self.is_running:
+            raise EngineError("the engine was shut down.")
+
+    def get_tokenizer(self) -> Any:
+        """Lend the tokenizer, for use at once as in vLLM 0.33, or to be awaited as in versions before."""
+        tokenizer = self._engine.get_tokenizer()
+        kind = type(tokenizer)
+
+        def wait(_: Any) -> Generator[None, None, Any]:
+            yield from ()
+            return tokenizer
+
+        lent = copy.copy(tokenizer)
+        lent.__class__ = type(kind.__name__, (kind,), {"__await__": wait, "__module__": kind.__module__})
+        return lent
+
     def shutdown(self, timeout: float | None = None) -> None:
         """Free the device's memory; unfinished requests end with an EngineError."""
+        self.is_running = False
 
         def shut_down() -> None:
             self._end(list(self._inboxes), EngineError("the engine was shut down."))

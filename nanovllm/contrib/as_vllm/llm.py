@@ -75,6 +75,9 @@ class LLMEngine:
 
     engine_core = property(lambda self: self)
 
+    def get_model_config(self) -> options.EngineConfig:
+        return self.model_config
+
     def get_tokenizer(self, lora_request: Any = None) -> Any:
         return self._llm.get_tokenizer()
 

@@ -33,16 +33,22 @@ OWN: dict[str, Any] = {
     "hf_overrides": None, "rope_scaling": None, "rope_theta": None, "download_dir": None, "generation_config": "auto",
     "override_generation_config": None, "worker_extension_cls": "", "enable_sleep_mode": False, "profiler_config": None,
     "enable_lora": False, "logits_processors": None, "worker_cls": "auto", "pooler_config": None,
-    "override_pooler_config": None, "mamba_ssm_cache_dtype": "auto", "speculative_config": None, "spec_method": None,
-    "spec_model": None, "spec_tokens": None, "kv_cache_memory_bytes": None, "chat_template": None,
+    "override_pooler_config": None, "mamba_ssm_cache_dtype": "auto", "speculative_config": None, "chat_template": None,
+    "kv_cache_memory_bytes": None,
+}  # fmt: skip
+# options of their own -> those of speculative_config; the latter four are of versions before vLLM 0.9
+SPEC_NAMES = {
+    "spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens",
+    "speculative_model": "model", "num_speculative_tokens": "num_speculative_tokens",
+    "ngram_prompt_lookup_max": "prompt_lookup_max", "ngram_prompt_lookup_min": "prompt_lookup_min",
 }  # fmt: skip
 # values, the default first -> keywords that are refused at others
 ONLY: list[tuple[tuple, str]] = [
     ((None,), """tokenizer_revision code_revision hf_config_path lora_modules kv_transfer_config kv_events_config
-        kv_offloading_size speculative_model num_speculative_tokens logits_processor_pattern override_attention_dtype
-        quantization_config device_ids data_parallel_rank data_parallel_start_rank scheduler_cls io_processor_plugin
-        ec_transfer_config weight_transfer_config watermark_config diffusion_config engram_config default_mm_loras
-        lora_target_modules reasoning_parser_plugin"""),
+        kv_offloading_size qlora_adapter_name_or_path quantization_param_path logits_processor_pattern
+        override_attention_dtype quantization_config device_ids data_parallel_rank data_parallel_start_rank
+        scheduler_cls io_processor_plugin ec_transfer_config weight_transfer_config watermark_config
+        diffusion_config engram_config default_mm_loras lora_target_modules reasoning_parser_plugin"""),
     ((None, {}, []), """mm_processor_kwargs additional_config model_loader_extra_config model_class_overrides
         aux_output_config kv_cache_dtype_skip_layers sleep_preserve_parameter_names"""),
     ((False, None), """enable_lora_bias enable_prompt_adapter enable_expert_parallel enable_prompt_embeds
@@ -70,10 +76,11 @@ ON = """disable_log_stats disable_log_requests multi_step_stream_outputs use_v2_
     swa_bounded_replay scheduler_reserve_full_isl"""
 OFF = """disable_async_output_proc enable_log_requests disable_chunked_mm_input disable_sliding_window
     disable_custom_all_reduce ray_workers_use_nsight disable_mm_preprocessor_cache guided_decoding_disable_fallback
-    fully_sharded_loras language_model_only calculate_kv_scales enable_bf16x3_router_gemm monokernel numa_bind
-    enable_hc_sp enable_ep_weight_filter enable_dbo enable_eplb enable_shm_tensor_arena aggregate_engine_logging
-    allow_deprecated_quantization long_prefill_token_threshold_adaptive interleave_mm_strings skip_mm_profiling
-    specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras kv_cache_metrics cudagraph_metrics
+    fully_sharded_loras worker_use_ray engine_use_ray language_model_only calculate_kv_scales
+    enable_bf16x3_router_gemm monokernel numa_bind enable_hc_sp enable_ep_weight_filter enable_dbo enable_eplb
+    enable_shm_tensor_arena aggregate_engine_logging allow_deprecated_quantization
+    long_prefill_token_threshold_adaptive interleave_mm_strings skip_mm_profiling specialize_active_lora
+    enable_mixed_moe_lora_format enable_moe_shared_loras kv_cache_metrics cudagraph_metrics
     enable_layerwise_nvtx_tracing enable_mfu_metrics enable_logging_iteration_details jit_monitor_verbose
     enable_mm_processor_stats sleep_mode_offload_cudagraph enable_cumem_allocator enable_nccl_comm_suspend
     enable_mamba_shared_prefix_checkpoint use_replayssm kv_sharing_fast_prefill fail_on_environ_validation"""
@@ -86,28 +93,29 @@ UNSET = """served_model_name swap_space enable_chunked_prefill max_num_partial_p
     allowed_local_media_path allowed_media_domains guided_decoding_backend structured_outputs_config reasoning_parser
     mamba_block_size mamba_cache_mode
     collect_detailed_traces otlp_traces_endpoint show_hidden_metrics_for_version data_parallel_backend
-    log_level logging_config log_config_file watchdog_config shutdown_timeout jit_monitor_mode custom_histogram_buckets
-    kv_cache_metrics_sample per_request_spec_decode_metrics performance_mode attention_config kernel_config mamba_config
-    moe_backend linear_backend all2all_backend sparse_indexer_topk_backend gdn_prefill_backend kda_prefill_backend
-    kda_decode_backend mamba_backend mamba_ssu_algorithm mamba_cache_philox_rounds replayssm_buffer_len
-    cudagraph_capture_sizes max_cudagraph_capture_size ir_op_priority enable_flashinfer_autotune disable_cascade_attn
+    max_context_len_to_capture max_log_len log_level logging_config log_config_file watchdog_config shutdown_timeout
+    jit_monitor_mode custom_histogram_buckets kv_cache_metrics_sample per_request_spec_decode_metrics
+    performance_mode attention_config kernel_config mamba_config moe_backend linear_backend all2all_backend
+    sparse_indexer_topk_backend gdn_prefill_backend kda_prefill_backend kda_decode_backend mamba_backend
+    mamba_ssu_algorithm mamba_cache_philox_rounds replayssm_buffer_len cudagraph_capture_sizes
+    max_cudagraph_capture_size ir_op_priority enable_flashinfer_autotune disable_cascade_attn
     safetensors_prefetch_num_threads safetensors_prefetch_block_size pt_load_map_location sleep_mode_backend
-    master_addr master_port distributed_timeout_seconds cpu_distributed_timeout_seconds numa_bind_nodes numa_bind_cpus
-    data_parallel_size_local data_parallel_address data_parallel_rpc_port dp_sync_interval dcp_comm_backend
-    dcp_q_replicate dcp_kv_cache_interleave_size cp_kv_cache_interleave_size disable_nccl_for_dp_synchronization
-    enable_batch_sharded_sampling elastic_ep_max_dp_size ubatch_size dbo_decode_token_threshold
-    dbo_prefill_token_threshold eplb_config expert_placement_strategy fault_tolerance_config prefix_match_unit
-    prefix_cache_retention_interval disable_hybrid_kv_cache_manager offload_backend cpu_offload_params
-    offload_num_in_group offload_prefetch_step offload_params kv_offloading_backend max_num_scheduled_tokens
-    max_num_active_seqs max_num_queued_reqs max_num_queued_tokens prefill_schedule_interval watermark
-    renderer_num_workers max_lora_cls_labels media_io_kwargs mm_processor_cache_type mm_hasher_algorithm
-    mm_shm_cache_max_object_size_mb mm_encoder_tp_mode mm_encoder_attn_backend mm_encoder_attn_dtype
-    mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin mm_tensor_ipc
-    mm_processor_device mm_ipc_gpu_memory_gb mm_device_do_normalize ec_manager_config video_pruning_rate
-    video_pruning_method"""
+    master_addr master_port distributed_timeout_seconds cpu_distributed_timeout_seconds numa_bind_nodes
+    numa_bind_cpus data_parallel_size_local data_parallel_address data_parallel_rpc_port dp_sync_interval
+    dcp_comm_backend dcp_q_replicate dcp_kv_cache_interleave_size cp_kv_cache_interleave_size
+    disable_nccl_for_dp_synchronization enable_batch_sharded_sampling elastic_ep_max_dp_size ubatch_size
+    dbo_decode_token_threshold dbo_prefill_token_threshold eplb_config expert_placement_strategy
+    fault_tolerance_config prefix_match_unit prefix_cache_retention_interval disable_hybrid_kv_cache_manager
+    offload_backend cpu_offload_params offload_num_in_group offload_prefetch_step offload_params
+    kv_offloading_backend max_num_scheduled_tokens max_num_active_seqs max_num_queued_reqs max_num_queued_tokens
+    prefill_schedule_interval watermark renderer_num_workers max_lora_cls_labels media_io_kwargs
+    mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_tp_mode
+    mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path
+    mm_encoder_fp8_scale_save_margin mm_tensor_ipc mm_processor_device mm_ipc_gpu_memory_gb mm_device_do_normalize
+    ec_manager_config video_pruning_rate video_pruning_method"""
 HINTS = {name: value for value, names in ((True, ON), (False, OFF), (None, UNSET)) for name in names.split()}
-DEFAULTS: dict[str, Any] = {**OWN, **PASSED, **{name: values[0] for name, values in NEUTRAL.items()}, **HINTS}
-SPEC_NAMES = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+FIRST = {name: values[0] for name, values in NEUTRAL.items()}
+DEFAULTS: dict[str, Any] = {**OWN, **PASSED, **dict.fromkeys(SPEC_NAMES), **FIRST, **HINTS}
 PUBLISHED = ("compressed-tensors", "modelopt", "mxfp4")  # a checkpoint's own; "fp8" is also nanovllm's option
 
 
@@ -133,7 +141,7 @@ def speculative_config(keywords: dict[str, Any]) -> dict[str, Any] | None:
         return None
     said, whole = ", ".join(f"{name}={value!r:.200}" for name, value in asked.items()), asked.get("speculative_config")
     given = dict(whole) if isinstance(whole, dict) else {}
-    for name in SPEC_NAMES.keys() & asked.keys():
+    for name in [name for name in SPEC_NAMES if name in asked]:
         if SPEC_NAMES[name] in given:
             raise ConfigError(f"LLM: {said} gives {SPEC_NAMES[name]!r} twice; leave out {name}.")
         given[SPEC_NAMES[name]] = asked[name]

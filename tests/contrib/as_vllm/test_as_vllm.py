@@ -246,6 +246,10 @@ def test_speculative_config():
     older = {"model": "[ngram]", "num_speculative_tokens": 3}
     assert options.speculative_config({"speculative_config": older}) == {"method": "ngram", "num_speculative_tokens": 3}
     assert options.speculative_config({}) is None
+    oldest = {"speculative_model": "[ngram]", "num_speculative_tokens": 4, "ngram_prompt_lookup_max": 3}
+    expected = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+    assert options.speculative_config(oldest) == expected
+    assert options.speculative_config({"spec_method": "suffix", "speculative_config": {}}) == {"method": "suffix"}
     for other in ({"method": "eagle3", "model": "a/b"}, {"model": "a/b"}, "ngram"):
         with pytest.raises(ConfigError, match=r"speculative_config=.* is not supported; nanovllm allows None, or"):
             options.check({"speculative_config": other})

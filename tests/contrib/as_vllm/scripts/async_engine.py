@@ -4,7 +4,8 @@ import asyncio
 import sys
 from itertools import pairwise
 
-from vllm import AsyncEngineArgs, AsyncLLMEngine, SamplingParams
+from transformers import AutoTokenizer
+from vllm import AsyncEngineArgs, AsyncLLMEngine, PoolingParams, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils import random_uuid
@@ -91,7 +92,14 @@ async def main():
     assert not (await anext(running)).finished
     await running.aclose()
 
-    assert engine.get_tokenizer().decode([5]) and engine.model_config.max_model_len == 4096
+    tokenizer = engine.get_tokenizer()  # of vLLM 0.33; a coroutine in versions before, as get_model_config was
+    assert isinstance(tokenizer, type(AutoTokenizer.from_pretrained(sys.argv[1])))
+    assert tokenizer.decode([5]) == (await engine.get_tokenizer()).decode([5])
+    assert engine.model_config.max_model_len == (await engine.get_model_config()).max_model_len == 4096
+    embed = [engine.encode(text(i), PoolingParams(task="embed"), f"embed {i}") for i in range(2)]
+    vectors = [await anext(each) for each in embed]
+    assert [vector.request_id for vector in vectors] == ["embed 0", "embed 1"] and vectors[0].outputs.data.norm() > 0
+    await engine.check_health()
     assert await engine.reset_prefix_cache()
     await idle()
     await engine.sleep(level=1)
@@ -109,6 +117,7 @@ async def main():
     await asyncio.to_thread(engine.shutdown)
     (error,) = await asyncio.gather(waiting, return_exceptions=True)
     assert isinstance(error, RuntimeError) and "the engine was shut down" in str(error), error
+    assert not engine.is_running
 
 
 asyncio.run(main())
