@@ -117,8 +117,10 @@ class AsyncLLM:
         self.is_running = False
 
         def shut_down() -> None:
-            self._end(list(self._inboxes), EngineError("the engine was shut down."))
-            self._engine.shutdown()
+            try:
+                self._end(list(self._inboxes), EngineError("the engine was shut down."))
+            finally:
+                self._engine.shutdown()
 
         self._thread.submit(shut_down).result()
 
@@ -154,10 +156,10 @@ class AsyncLLM:
 
     def _end(self, request_ids: list[str], error: BaseException | None) -> None:
         """Abort requests; their generators raise the error, or end."""
-        self._engine.abort_request(request_ids)
         for request_id in request_ids:
             if request_id in self._inboxes:
                 self._send(request_id, error)
+        self._engine.abort_request(request_ids)
 
     def _leave(self, inbox: Any, request_id: str) -> None:
         """Abort the request unless it is finished, or was refused because another one has its name."""

@@ -231,7 +231,8 @@ class LLMEngine:
 
     # ---------------------------------------------------------------- torch's profiler
 
-    def start_profile(self, profile_prefix: str | None = None) -> None:
+    def start_profile(self, profile_prefix: str | None = None, **others: Any) -> None:
+        refuse("start_profile", **others)
         given = self._keywords.get("profiler_config") or {}
         given = given if isinstance(given, dict) else vars(given)
         directory = given.get("torch_profiler_dir") or os.environ.get("VLLM_TORCH_PROFILER_DIR")

@@ -21,7 +21,7 @@ assert llm.get_world_size() == llm.get_world_size(include_dp=False) == 1
 
 greedy = SamplingParams(temperature=0, max_tokens=30, stream_interval=4, watermarking=None)
 prompts = ["count to 30", {"prompt_token_ids": [5, 6, 7]}, "one two three one two three one two"]
-params = [greedy, SamplingParams(temperature=0, max_tokens=7, ignore_eos=True, logprobs=1), greedy]
+params = [greedy, SamplingParams(temperature=0, max_tokens=7, ignore_eos=True, logprobs=1, flat_logprobs=True), greedy]
 chats = [[{"role": "user", "content": f"{i} + 3"}] for i in range(3)]
 ids = llm.enqueue(prompts, params) + llm.enqueue_chat(chats, greedy, use_tqdm=False) + llm.enqueue("count to 9", greedy)
 ids += llm.enqueue_chat(chats[0], greedy)
@@ -39,6 +39,7 @@ expected = [
 ]  # fmt: skip
 for output, other in zip(outputs, expected, strict=True):
     assert output.outputs == other.outputs and output.prompt == other.prompt
+assert len(outputs[1].outputs[0].logprobs.start_indices) == 7
 assert [output.prompt for output in outputs[3:6]] == ["0 + 3 = ", "1 + 3 = ", "2 + 3 = "]
 with tempfile.NamedTemporaryFile("w", suffix=".jinja") as file:
     file.write(TEMPLATE)

@@ -69,6 +69,8 @@ with pytest.raises(ValueError, match="3 prompts but 2 sampling_params"):
 with pytest.raises(ValueError, match=r"the prompt has \d+ tokens"):
     llm.enqueue(["x", [5] * 5000])
 assert llm.wait_for_completion() == []  # nothing of a refused call is queued
+with pytest.raises(ValueError, match="start_profile: delay_iterations=3 is not supported"):
+    llm.start_profile(delay_iterations=3)
 with pytest.raises(RuntimeError, match="reward of vLLM"):
     llm.reward("x")
 with pytest.raises(ValueError, match="this model has no classification head"):
