@@ -103,6 +103,8 @@ class AsyncLLM:
         """Lend the tokenizer, for use at once as in vLLM 0.33, or to be awaited as in versions before."""
         tokenizer = self._engine.get_tokenizer()
         kind = type(tokenizer)
+        if tokenizer is None:  # skip_tokenizer_init
+            return None
 
         def wait(_: Any) -> Generator[None, None, Any]:
             yield from ()
