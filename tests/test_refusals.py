@@ -86,6 +86,9 @@ VALUES = {
             "logit_bias": [{-1: 1.0}, {"5": 1.0}, {5: INF}, {5: NAN}, {5: -(10**309)}, MANY],
         },
         "a non-empty list of token ids >= 0, or None.": {"allowed_token_ids": [[], [-1]]},
+        "a list of 1 to 128 token ids >= 0, or None.": {
+            "logprob_token_ids": [[], 5, [-1], ["5"], [2.0], [3, True], [2**70], list(range(129))],
+        },
         "an integer >= 1, or -1 for max_model_len": {"truncate_prompt_tokens": [0]},
         "a StructuredOutputsParams or None.": {"structured_outputs": ["[a-z]", {"regex": "a"}]},
         "a list of functions": {"logits_processors": [5, "name", [5], max]},
@@ -251,6 +254,7 @@ TEXTS = {  # the call -> [(what is given, a part of the text)]
         (([[1]], [{"temperature": 0.7}]), "prompt 0: sampling_params must be a SamplingParams, not dict."),
         (([[1]], {"stop_token_ids": [600]}), "stop_token_ids: 600 is outside the vocabulary [0, 512)."),
         (([[1]], {"allowed_token_ids": [600]}), "allowed_token_ids: 600 is outside the vocabulary [0, 512)."),
+        (([[1]], {"logprob_token_ids": [511, 512]}), "logprob_token_ids: 512 is outside the vocabulary [0, 512)."),
         (([[1]], {"logit_bias": {600: 1}}), "logit_bias: 600 is outside the vocabulary [0, 512)."),
         (([[1]], {"logit_bias": {2**40: 1}}), "logit_bias: 1099511627776 is outside the vocabulary [0, 512)."),
         (([[1]], {"logprobs": 21}), "logprobs=21 must be at most max_logprobs=20; see LLM(max_logprobs=...)."),

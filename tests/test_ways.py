@@ -115,6 +115,8 @@ FEATURES = {  # name -> what is not as in ``Model._request``
     "choice": guide(choice=["positive", "negative", "naïve – 日本"]),
     "grammar": {**guide(grammar='root ::= "(" root ")" | [1-9] " + " [1-9]'), "top_p": 0.9, "logprobs": 1},
     "n, guides": {"n": 3, "temperature": 3.0, **guide(regex="(yes|no), [a-z]{9,12}")},
+    "named log-probabilities": {**GREEDY, "logprob_token_ids": [99, 3, 42]},
+    "n, named log-probabilities": {"n": 3, "logprobs": 2, "logprob_token_ids": [7, 100]},
 }  # fmt: skip
 IDS = range(3, 1000)
 
@@ -181,7 +183,7 @@ def check_is_legal(output, params):
                 is_end or params.structured_outputs is not None or (last == reason and last in params.stop_token_ids)
             )
         assert params.detokenize or completion.text == ""
-        num_logprobs = None if params.logprobs is None else len(completion.token_ids)
+        num_logprobs = None if params.num_logprobs is None else len(completion.token_ids)
         assert (None if completion.logprobs is None else len(completion.logprobs)) == num_logprobs
 
 

@@ -43,7 +43,7 @@ class TokenProcessor:
                  grammar: Grammar | None = None, bad_words: BadWords | None = None):
         self.seq, self.grammar, self.bad_words = seq, grammar, bad_words
         self._functions: list[Callable[[Any], Any]] | None = None  # its logits processors, once they are called
-        self._stop, self._texts, self._num_logprobs = stop, texts, seq.sampling_params.logprobs
+        self._stop, self._texts, self._num_logprobs = stop, texts, seq.sampling_params.num_logprobs
         self._rows: list[np.ndarray] = []  # of each token, packed; see ``utils/packed_logprobs.py``
         self._totals = [0.0]  # sums of the log-probabilities of the first 0, 1, ... tokens
         self.stop_text: str | None = None
@@ -112,8 +112,8 @@ class TokenProcessor:
         if self._num_logprobs is None:
             return None, None
         stop = start + len(token_ids)
-        rows, texts = self._rows[start:stop], self._texts
-        return self._totals[stop], lambda: logprobs_at(np.array(rows), token_ids, texts)
+        rows, texts, are_top = self._rows[start:stop], self._texts, self.seq.sampling_params.logprob_token_ids is None
+        return self._totals[stop], lambda: logprobs_at(np.array(rows), token_ids, texts, are_top)
 
 
 class TokenProcessors:
@@ -134,10 +134,10 @@ class TokenProcessors:
             if key not in self._allowed:  # one is kept: usually all requests have the same
                 self._allowed = {key: mask_of(params.allowed_token_ids, self._vocab_size)}
             seq.allowed_mask = self._allowed[key]
-        if not (params.stop or params.logprobs is not None or params.is_constrained or params.logits_processors):
+        if not (params.stop or params.num_logprobs is not None or params.is_constrained or params.logits_processors):
             return None
         stop, grammar, bad_words = self._parts(params)
-        texts = self._tokenizer.texts if params.logprobs is not None and params.detokenize else None
+        texts = self._tokenizer.texts if params.num_logprobs is not None and params.detokenize else None
         return TokenProcessor(seq, stop, texts, grammar, bad_words)
 
     def process_logits(self, processor: TokenProcessor, logits: Any) -> bool:

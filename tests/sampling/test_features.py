@@ -38,6 +38,7 @@ SLOTS, MAX_LEN, V = 4, 24, 70
         ({"min_tokens": 1}, []),  # without an id that would stop it
         *(({f"{name}_penalty": 1.1}, ["penalties"]) for name in ("presence", "frequency", "repetition")),
         *(({"logprobs": k}, ["logprobs"]) for k in (0, 5, -1)),
+        ({"logprob_token_ids": [5]}, ["logprobs"]),
         ({"temperature": 0, "logit_bias": {1: 2}, "logprobs": 0}, ["penalties", "logprobs"]),
         ({"allowed_mask": mask_of([1], V), "presence_penalty": 1}, ["masks", "penalties"]),
         ({"bad_words": ["a"]}, ["masks"]),
