@@ -82,6 +82,11 @@ LOGPROB_TOKEN_IDS = Rule(
                             and bool not in map(type, x) and _are_token_ids(x)),
     lambda x: None if x is None else list(dict.fromkeys(map(int, x))),
 )  # fmt: skip
+BUDGET = Rule(
+    "an integer >= 0, -1 for no limit, or None",
+    lambda x: x is None or at_least(-1).accepts(x),
+    lambda x: None if x is None or x == -1 else int(x),
+)
 PROCESSORS = Rule(
     "a list of functions (token_ids, logits) -> logits, or None",
     lambda x: x is None or (isinstance(x, (list, tuple)) and all(map(callable, x))),
@@ -158,8 +163,8 @@ class SamplingParams(Parameters):
     """Sampling parameters of one request. May be edited; checked when made and again when submitted.
 
     Order of the changes of the logits: allowed tokens, bad words and structured outputs; min_tokens; logits_processors;
-    logit_bias; repetition, frequency and presence penalty; temperature; top-k; top-p on the tokens it keeps; min-p,
-    relative to the most probable token.
+    logit_bias; repetition, frequency and presence penalty; thinking_token_budget; temperature; top-k; top-p on the
+    tokens it keeps; min-p, relative to the most probable token.
 
     Args:
         temperature: divides the logits; 0, or less than 1e-5, takes the most probable token (greedy).
@@ -195,6 +200,9 @@ class SamplingParams(Parameters):
         structured_outputs: a constraint on the text; see ``StructuredOutputsParams``.
         logprob_token_ids: at most 128 ids, whose log-probabilities are reported beside that of each token, in place of
             the most probable ones and without ranks; ``logprobs`` is None then, or their number.
+        thinking_token_budget: limit on the tokens of thoughts, those of a thought that the prompt leaves open included.
+            Then the tokens of ``LLM(reasoning_end_str=...)`` follow, whatever else is asked for. 0 closes a thought at
+            once; None or -1 is no limit. With it, structured outputs begin behind the thoughts.
 
     Raises:
         RequestError: a name is unknown or a value out of range.
@@ -231,6 +239,7 @@ class SamplingParams(Parameters):
         None, optional(Rule("a StructuredOutputsParams", lambda x: isinstance(x, StructuredOutputsParams), replace))
     )
     logprob_token_ids: list[int] | None = option(None, LOGPROB_TOKEN_IDS)
+    thinking_token_budget: int | None = option(None, BUDGET)
 
     def __post_init__(self) -> None:
         self.verify()
@@ -281,9 +290,9 @@ class SamplingParams(Parameters):
 
     @property
     def looks_at_tokens(self) -> bool:
-        """Whether the host has a part in its sampling: masks, stop strings, log-probabilities, functions."""
-        has_masks = self.is_constrained or self.allowed_token_ids is not None
-        return has_masks or bool(self.stop or self.logits_processors) or self.num_logprobs is not None
+        """Whether the host has a part in its sampling: masks, budgets, stop strings, log-probabilities, functions."""
+        given = self.allowed_token_ids, self.thinking_token_budget, self.num_logprobs
+        return self.is_constrained or bool(self.stop or self.logits_processors) or given != (None, None, None)
 
     @property
     def num_logprobs(self) -> int | None:

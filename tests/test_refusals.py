@@ -57,6 +57,7 @@ VALUES = {
         "'auto' or 'dummy'.": {"load_format": ["gguf"]},
         "'auto' or 'fp8' or 'fp8_e4m3'.": {"kv_cache_dtype": ["fp8_e5m2"]},
         "True or False.": {"enforce_eager": ["yes"], "enable_prefix_caching": ["on"]},
+        "a non-empty string or None.": {"reasoning_start_str": [""], "reasoning_end_str": ["", 5, ["</think>"]]},
         "None or 'fp8'.": {"quantization": ["awq"]},
         "a path, a hub id or None.": {"tokenizer": [3], "model": [7, "", b"model", ["model"]]},
         "a string or None": {"revision": [5]},
@@ -86,6 +87,7 @@ VALUES = {
             "logit_bias": [{-1: 1.0}, {"5": 1.0}, {5: INF}, {5: NAN}, {5: -(10**309)}, MANY],
         },
         "a non-empty list of token ids >= 0, or None.": {"allowed_token_ids": [[], [-1]]},
+        "an integer >= 0, -1 for no limit, or None.": {"thinking_token_budget": [-2, 1.0, True, "5"]},
         "a list of 1 to 128 token ids >= 0, or None.": {
             "logprob_token_ids": [[], 5, [-1], ["5"], [2.0], [3, True], [2**70], list(range(129))],
         },
@@ -260,6 +262,7 @@ TEXTS = {  # the call -> [(what is given, a part of the text)]
         (([[1]], {"logprobs": 21}), "logprobs=21 must be at most max_logprobs=20; see LLM(max_logprobs=...)."),
         (([[1]], {"prompt_logprobs": -1}), "prompt_logprobs=-1 must be at most max_logprobs=20; see LLM("),
         (([[1]], {"stop": "a"}), "prompt 0: stop needs a tokenizer, but the engine was made with skip_tokenizer"),
+        (([[1]], {"thinking_token_budget": 0}), "thinking_token_budget needs a tokenizer, but the engine was"),
         (([[1]], {"bad_words": "a"}), "prompt 0: bad_words needs a tokenizer, but the engine was made with"),
         (([[1]], {"structured_outputs": StructuredOutputsParams(regex="a")}), "structured_outputs needs a tokenizer"),
         (([[1] * 400], {"truncate_prompt_tokens": 300}),

@@ -117,6 +117,11 @@ FEATURES = {  # name -> what is not as in ``Model._request``
     "n, guides": {"n": 3, "temperature": 3.0, **guide(regex="(yes|no), [a-z]{9,12}")},
     "named log-probabilities": {**GREEDY, "logprob_token_ids": [99, 3, 42]},
     "n, named log-probabilities": {"n": 3, "logprobs": 2, "logprob_token_ids": [7, 100]},
+    "thoughts": {**GREEDY, "prompt": ("what is the",), "thinking_token_budget": 3, "logprobs": 1},
+    "thoughts, n": {"n": 3, "temperature": 5.0, "top_k": 50, "thinking_token_budget": 2, "logit_bias": {280: 9.0},
+                    "prompt": "help", "frequency_penalty": 2.0},
+    "thoughts before a guide": {"temperature": 3.0, "prompt": ("what is the",), "thinking_token_budget": 5,
+                                **guide(regex="(yes|no), [a-z]{9,12}")},
 }  # fmt: skip
 IDS = range(3, 1000)
 
@@ -275,7 +280,8 @@ def model(tmp_path_factory):
         if name == "demo":
             with LLM(str(DEMO_MODEL), device="cpu", num_kvcache_blocks=2, quiet=True) as llm:
                 template = llm.tokenizer.apply_chat_template
-            return Model(str(DEMO_MODEL), 1000, lambda chat: template(chat, add_generation_prompt=True)["input_ids"])
+            return Model(str(DEMO_MODEL), 1000, lambda chat: template(chat, add_generation_prompt=True)["input_ids"],
+                         reasoning_start_str=" the", reasoning_end_str=" So: 1.")  # fmt: skip
         path = tmp_path_factory.mktemp(name)
         families.make(path, name)
         return Model(str(path), 140, skip_tokenizer_init=True, num_state_snapshots=8)
@@ -499,7 +505,7 @@ def test_way(name, way, device, model):
 
 ACTING = ("top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias",
           "allowed_token_ids", "bad_words", "stop", "stop_token_ids", "structured_outputs",
-          "logits_processors")  # fmt: skip
+          "logits_processors", "thinking_token_budget")  # fmt: skip
 # too weak to change these few tokens of the demo model; others with the same parameters do
 WEAK = {"n, penalties", "stop tokens later"} | {
     f"step: {name}" for name in ("below 1", "bias", "filters", "frequency", "greedy", "min_tokens", "repetition")

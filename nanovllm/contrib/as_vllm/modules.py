@@ -59,7 +59,7 @@ SOURCE_OF = {new: (source, old or new) for source, names in SOURCES.items()
              for new, _, old in (name.partition("=") for name in names.split())}  # fmt: skip
 HINTS = """CompilationConfig StructuredOutputsConfig CUDAGraphMode CompilationMode UsageContext PassConfig
     ProfilerConfig PromptType SingletonPrompt DataPrompt AnyTokenizer TokenizerLike ChatCompletionMessageParam
-    PromptLogprobs SampleLogprobs LogprobsOnePosition"""  # on speed; and types, for annotations
+    PromptLogprobs SampleLogprobs LogprobsOnePosition ReasoningConfig"""  # on speed; and types, for annotations
 UNSUPPORTED = """AsyncLLMEngine AsyncEngineArgs AsyncLLM EmbedsPrompt KVTransferConfig KVEventsConfig
     SpeculativeConfig WeightTransferConfig VllmConfig ModelConfig ModelRegistry PyNcclCommunicator StatelessProcessGroup
     WorkerWrapperBase MultiModalDataDict ImagePrompt RepetitionDetectionParams Counter Gauge Histogram Vector Metric

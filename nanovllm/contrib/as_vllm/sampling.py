@@ -48,8 +48,7 @@ class StructuredOutputsParams(core.StructuredOutputsParams):
 
 # fields that nanovllm lacks: the values at which they change nothing, the default first
 NEUTRAL: dict[str, tuple] = {
-    "thinking_token_budget": (None, -1), "repetition_detection": (None,),
-    "best_of": (None, 1),
+    "repetition_detection": (None,), "best_of": (None, 1),
     "use_beam_search": (False,), "length_penalty": (1.0,), "early_stopping": (False,),
 }  # fmt: skip
 # vLLM's order of positional arguments
