@@ -347,7 +347,7 @@ def join(deltas, params):
         parts = [delta.outputs[completion.index] for delta in deltas]
         assert all(part.finish_reason is part.stop_reason is None for part in parts[:-1])
         assert {part.index for part in parts} == {completion.index}
-        if params.logprobs is not None:
+        if params.num_logprobs is not None:
             assert [len(part.logprobs) for part in parts] == [len(part.token_ids) for part in parts]
             completion.logprobs = [at for part in parts for at in part.logprobs]
         completion.text = "".join(part.text for part in parts)
