@@ -125,9 +125,9 @@ class Config:
         max_logprobs: limit on the log-probabilities that a request may ask for at one place; -1 is the vocabulary.
         generation_config: "auto" takes the checkpoint's sampling defaults where a call gives no sampling parameters;
             "vllm" takes none.
-        reasoning_start_str, reasoning_end_str: marks around a model's thoughts, for thinking_token_budget, such as
-            "[THINK]" and "[/THINK]"; the second may begin with a phrase of transition, such as "Time is up.</think>".
-            None is "<think>" and "</think>", if the tokenizer has these as tokens.
+        reasoning_start_str: begins a model's thoughts, for thinking_token_budget; None: "<think>", if that is a token.
+        reasoning_end_str: ends them, and may begin with a phrase of transition, such as "Time is up.</think>"; None:
+            "</think>", if that is a token.
         speculative_config: draft tokens by lookup and verify several at once, with the same outputs; a dictionary, see
             ``SpeculativeConfig``. None: one token a step.
         quiet: print no start-up line. Else one line goes to the logger "nanovllm" at level INFO, or to stderr if
