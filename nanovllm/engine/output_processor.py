@@ -151,7 +151,7 @@ class OutputProcessor:
         """
         places = zip(batch.req_indices.tolist(), batch.seq_ids.tolist(), strict=True)
         found = {req_idx: self.constrained[seq_id] for req_idx, seq_id in places if seq_id in self.constrained}
-        masked = {req_idx: each for req_idx, each in found.items() if each.seq.sampling_params.is_constrained}
+        masked = {req_idx: each for req_idx, each in found.items() if each.grammar or each.bad_words}
         forced = [(req_idx, token_id) for req_idx, each in found.items() if (token_id := each.forced) is not None]
         bitmask, failed = self._token_processors.masks([*masked.values()])
         return np.array([*masked], np.int32), bitmask, np.array(forced, np.int32).reshape(-1, 2), failed
