@@ -30,6 +30,7 @@ __all__ = ["Config", "SpeculativeConfig", "read_generation_config", "resolve_mod
 DEFAULT_MAX_MODEL_LEN = 4096
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 FLAG = choice(True, False)
+MARK = optional(Rule("a non-empty string", lambda x: isinstance(x, str) and x != ""))
 PATH = Rule("a path, a hub id", lambda x: isinstance(x, (str, os.PathLike)) and str(x) != "")
 
 
@@ -124,6 +125,9 @@ class Config:
         max_logprobs: limit on the log-probabilities that a request may ask for at one place; -1 is the vocabulary.
         generation_config: "auto" takes the checkpoint's sampling defaults where a call gives no sampling parameters;
             "vllm" takes none.
+        reasoning_start_str: begins a model's thoughts, for thinking_token_budget; None: "<think>", if that is a token.
+        reasoning_end_str: ends them, and may begin with a phrase of transition, such as "Time is up.</think>"; None:
+            "</think>", if that is a token.
         speculative_config: draft tokens by lookup and verify several at once, with the same outputs; a dictionary, see
             ``SpeculativeConfig``. None: one token a step.
         quiet: print no start-up line. Else one line goes to the logger "nanovllm" at level INFO, or to stderr if
@@ -163,6 +167,8 @@ class Config:
     logprobs_mode: str = option("raw_logprobs", choice("raw_logprobs", "processed_logprobs"))
     max_logprobs: int = option(20, integer("an integer >= 0, or -1 for no limit", lambda k: k >= -1))
     generation_config: str = option("auto", choice("auto", "vllm"))
+    reasoning_start_str: str | None = option(None, MARK)
+    reasoning_end_str: str | None = option(None, MARK)
     speculative_config: SpeculativeConfig | None = option(
         None, Rule("a dictionary or None", lambda x: x is None or isinstance(x, (dict, SpeculativeConfig))),
         feature="engine.speculation",

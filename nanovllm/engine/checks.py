@@ -56,7 +56,7 @@ class Checks:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params must be a SamplingParams, not {type(params).__name__}.")
         params, allowed = params.snapshot(), self.config.max_logprobs
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
             self.check_ids(f"{name}:", np.array(list(getattr(params, name) or ()), np.int64))
         for name in ("logprobs", "prompt_logprobs"):
             asked = getattr(params, name)

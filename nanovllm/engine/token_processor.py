@@ -1,4 +1,4 @@
-"""Token processors: stop strings, log-probabilities, grammars and logits processors, token by token on the host.
+"""Token processors: stop strings, log-probabilities, grammars, thoughts and logits processors, token by token.
 
 Plain requests have no ``TokenProcessor``, and cost a step nothing.
 """
@@ -19,6 +19,7 @@ from nanovllm.engine.structured_outputs.token_masks import BadWords, Grammar, Gr
 from nanovllm.engine.text.detokenizer import special_tokens
 from nanovllm.engine.text.stop_strings import StopStrings
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
+from nanovllm.engine.thinking import Marks, Thinking
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.outputs import LogprobsAt
 from nanovllm.sampling_params import SamplingParams
@@ -36,14 +37,15 @@ class TokenProcessor:
 
     Attributes:
         stop_text: the text, once a stop string has ended it.
-        grammar, bad_words: what it may sample next, where that depends on its tokens.
+        grammar, bad_words, thinking: what it may sample next, where that depends on its tokens. Beside a budget of
+            thinking, the grammar begins behind the thoughts.
     """
 
     def __init__(self, seq: Sequence, stop: StopStrings | None, texts: Texts | None = None,
-                 grammar: Grammar | None = None, bad_words: BadWords | None = None):
-        self.seq, self.grammar, self.bad_words = seq, grammar, bad_words
+                 grammar: Grammar | None = None, bad_words: BadWords | None = None, thinking: Thinking | None = None):
+        self.seq, self.grammar, self.bad_words, self.thinking = seq, grammar, bad_words, thinking
         self._functions: list[Callable[[Any], Any]] | None = None  # its logits processors, once they are called
-        self._stop, self._texts, self._num_logprobs = stop, texts, seq.sampling_params.logprobs
+        self._stop, self._texts, self._num_logprobs = stop, texts, seq.sampling_params.num_logprobs
         self._rows: list[np.ndarray] = []  # of each token, packed; see ``utils/packed_logprobs.py``
         self._totals = [0.0]  # sums of the log-probabilities of the first 0, 1, ... tokens
         self.stop_text: str | None = None
@@ -63,8 +65,8 @@ class TokenProcessor:
             return False
         if self.bad_words is not None:
             self.bad_words.accept(token_id)
-        error = None
-        if self.grammar is not None and seq.finish_reason is None:
+        is_thought, error = self.thinking is not None and self.thinking.accept(token_id), None
+        if self.grammar is not None and seq.finish_reason is None and not is_thought:
             error = error_of(self.grammar.accept, token_id)
         if error is not None:
             self.fail(error)
@@ -75,6 +77,15 @@ class TokenProcessor:
         seq.stop_reason, self.stop_text = found
         was_finished, seq.finish_reason = seq.finish_reason is not None, "stop"
         return not was_finished
+
+    @property
+    def is_thinking(self) -> bool:
+        return self.thinking is not None and self.thinking.is_open
+
+    @property
+    def forced(self) -> int | None:
+        """The token that it must sample next, if there is one."""
+        return None if self.thinking is None else self.thinking.forced
 
     def process_logits(self, logits: Any) -> bool:
         """Call the logits processors on a tensor f32 [V], in place. False if one raises, which ends the sequence."""
@@ -112,15 +123,15 @@ class TokenProcessor:
         if self._num_logprobs is None:
             return None, None
         stop = start + len(token_ids)
-        rows, texts = self._rows[start:stop], self._texts
-        return self._totals[stop], lambda: logprobs_at(np.array(rows), token_ids, texts)
+        rows, texts, are_top = self._rows[start:stop], self._texts, self.seq.sampling_params.logprob_token_ids is None
+        return self._totals[stop], lambda: logprobs_at(np.array(rows), token_ids, texts, are_top)
 
 
 class TokenProcessors:
     """Makes the processors of an engine, and holds their shared state."""
 
     def __init__(self, config: Config, tokenizer: AsyncTokenizer, eos_token_ids: tuple[int, ...]):
-        self._vocab_size = config.model_config.vocab_size
+        self._config, self._vocab_size = config, config.model_config.vocab_size
         self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
         self._allowed: dict[bytes, np.ndarray] = {}
         self._has_warned = False
@@ -134,11 +145,14 @@ class TokenProcessors:
             if key not in self._allowed:  # one is kept: usually all requests have the same
                 self._allowed = {key: mask_of(params.allowed_token_ids, self._vocab_size)}
             seq.allowed_mask = self._allowed[key]
-        if not (params.stop or params.logprobs is not None or params.is_constrained or params.logits_processors):
+        if not (params.stop or params.num_logprobs is not None or params.is_constrained or params.logits_processors
+                or params.thinking_token_budget is not None):  # fmt: skip
             return None
-        stop, grammar, bad_words = self._parts(params)
-        texts = self._tokenizer.texts if params.logprobs is not None and params.detokenize else None
-        return TokenProcessor(seq, stop, texts, grammar, bad_words)
+        stop, grammar, bad_words, marks = self._parts(params)
+        texts = self._tokenizer.texts if params.num_logprobs is not None and params.detokenize else None
+        prompt = seq.tokens(0, seq.num_prompt_tokens)
+        thinking = None if marks is None else Thinking(marks, params.thinking_token_budget or 0, prompt)
+        return TokenProcessor(seq, stop, texts, grammar, bad_words, thinking)
 
     def process_logits(self, processor: TokenProcessor, logits: Any) -> bool:
         """Call a sequence's logits processors; see ``TokenProcessor.process_logits``."""
@@ -167,8 +181,9 @@ class TokenProcessors:
                 self._has_warned = True
                 logger.warning(NEVER_STOPS, *never[0])
 
-    def _parts(self, params: SamplingParams) -> tuple[StopStrings | None, Grammar | None, BadWords | None]:
-        stop = grammar = bad_words = None
+    def _parts(self, params: SamplingParams
+               ) -> tuple[StopStrings | None, Grammar | None, BadWords | None, Marks | None]:
+        stop = grammar = bad_words = marks = None
         if params.stop:
             stop = StopStrings(self._required("stop"), params)
         if params.structured_outputs is not None:
@@ -176,7 +191,9 @@ class TokenProcessors:
             grammar = self._grammars.compile(params.structured_outputs)
         if params.bad_words:
             bad_words = BadWords(self._required("bad_words"), params.bad_words, self._vocab_size)
-        return stop, grammar, bad_words
+        if params.thinking_token_budget is not None:
+            marks = self._marks
+        return stop, grammar, bad_words, marks
 
     def masks(self, processors: list[TokenProcessor]) -> tuple[np.ndarray, list[Sequence]]:
         """Compute the tokens that each constrained sequence may sample next.
@@ -191,6 +208,11 @@ class TokenProcessors:
             seq = processor.seq
             if processor.bad_words is not None:
                 processor.bad_words.apply(row)
+            if processor.grammar is not None and processor.thinking is not None:
+                if processor.is_thinking:
+                    row &= ~eos  # the text that the grammar describes is to come
+                elif seq.num_completion_tokens == 0 and len(self._marks.start) == 1:
+                    row |= mask_of(self._marks.start, self._vocab_size)  # it may think first
             if seq.allowed_mask is not None:
                 must_end = processor.grammar is not None
                 row &= seq.allowed_mask | eos if must_end else seq.allowed_mask
@@ -203,7 +225,8 @@ class TokenProcessors:
 
     def _fill(self, processors: list[TokenProcessor], bitmask: np.ndarray) -> list[Sequence]:
         """Fill row i for the grammar of sequence i, if it has one; returns the sequences whose grammar fails."""
-        grammars = {i: each.grammar for i, each in enumerate(processors) if each.grammar is not None}
+        grammars = {i: each.grammar for i, each in enumerate(processors)
+                    if each.grammar is not None and not each.is_thinking}  # fmt: skip
         if not grammars or error_of(self._grammars.fill, grammars, bitmask) is None:
             return []
         failed = []
@@ -218,6 +241,11 @@ class TokenProcessors:
         """Ids that ``min_tokens`` holds back."""
         eos = () if params.ignore_eos else self._eos_token_ids
         return tuple(dict.fromkeys((*params.stop_token_ids, *eos))) if params.min_tokens else ()
+
+    @cached_property
+    def _marks(self) -> Marks:
+        tokenizer, config = self._required("thinking_token_budget"), self._config
+        return Marks.of(tokenizer, config.reasoning_start_str, config.reasoning_end_str, self._vocab_size)
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:

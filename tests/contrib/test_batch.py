@@ -200,6 +200,7 @@ def test_openai_lines(tmp_path):
         line("top", messages=ask, top_logprobs=-3), line("less", messages=ask, max_completion_tokens="5"),
         line("two", messages=ask, n=2, temperature=1.0, seed=5, user="someone"),
         line("open", messages=[*ask, {"role": "assistant", "content": "5"}], continue_final_message=True),
+        line("named", messages=ask, temperature=0, max_tokens=2, logprobs=True, logprob_token_ids=[20, 7, 30]),
         line("embed", url="/v1/embeddings", input="x"), line("unknown", messages=ask, functions=[]),
         line("stream", messages=ask, stream=True), line("form", messages=ask, response_format={"type": "xml"}),
     ]  # fmt: skip
@@ -208,12 +209,16 @@ def test_openai_lines(tmp_path):
     with LLM(device="cpu", quiet=True) as llm:
         (chat,) = llm.chat(ask, SamplingParams(temperature=0, max_tokens=5, logprobs=2), use_tqdm=False)
         (text,) = llm.generate("2 + 3", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+        names, chat_tokens = ([llm.tokenizer.decode([i]) for i in ids] for ids in ([20, 7, 30], chat["token_ids"]))
     body = found["chat"]["response"]["body"]
     assert found["chat"]["response"]["status_code"] == 200 and body["object"] == "chat.completion"
     (choice,) = body["choices"]
     assert choice["message"] == {"role": "assistant", "content": chat["text"]} and choice["finish_reason"] == "stop"
     assert len(choice["logprobs"]["content"]) == len(chat["token_ids"])
     assert [len(at["top_logprobs"]) for at in choice["logprobs"]["content"]] == [2] * len(chat["token_ids"])
+    (choice,) = found["named"]["response"]["body"]["choices"]
+    named = [[at["token"], *(top["token"] for top in at["top_logprobs"])] for at in choice["logprobs"]["content"]]
+    assert named == [[text, *names] for text in chat_tokens[:2]]
     num_prompt, num_generated = len(chat.prompt_token_ids), len(chat["token_ids"])
     assert body["usage"] == {"prompt_tokens": num_prompt, "completion_tokens": num_generated,
                              "total_tokens": num_prompt + num_generated}  # fmt: skip

@@ -68,7 +68,7 @@ SOURCE_OF = {new: (source, old or new) for source, names in SOURCES.items()
 HINTS = """CompilationConfig StructuredOutputsConfig CUDAGraphMode CompilationMode UsageContext PassConfig
     AttentionConfig KernelConfig MambaConfig LoggingConfig ObservabilityConfig ProfilerConfig PromptType
     SingletonPrompt DataPrompt AnyTokenizer TokenizerLike ChatCompletionMessageParam
-    PromptLogprobs SampleLogprobs LogprobsOnePosition"""  # on speed; and types, for annotations
+    PromptLogprobs SampleLogprobs LogprobsOnePosition ReasoningConfig"""  # on speed; and types, for annotations
 UNSUPPORTED = """EngineClient EmbedsPrompt KVTransferConfig KVEventsConfig SpeculativeConfig WeightTransferConfig
     VllmConfig ModelConfig CacheConfig LoRAConfig ParallelConfig SchedulerConfig ModelRegistry PyNcclCommunicator
     StatelessProcessGroup WorkerWrapperBase GPUModelRunner Executor initialize_ray_cluster StatLoggerBase

@@ -34,7 +34,7 @@ OWN: dict[str, Any] = {
     "override_generation_config": None, "worker_extension_cls": "", "enable_sleep_mode": False, "profiler_config": None,
     "enable_lora": False, "logits_processors": None, "worker_cls": "auto", "pooler_config": None,
     "override_pooler_config": None, "mamba_ssm_cache_dtype": "auto", "speculative_config": None, "chat_template": None,
-    "kv_cache_memory_bytes": None,
+    "kv_cache_memory_bytes": None, "reasoning_config": None,
 }  # fmt: skip
 # options of their own -> those of speculative_config; the latter four are of versions before vLLM 0.9
 SPEC_NAMES = {
@@ -129,6 +129,19 @@ def check(keywords: dict[str, Any]) -> None:
             allowed = " or ".join(map(repr, NEUTRAL[name]))
             raise ConfigError(f"LLM: {name}={value!r:.200} is not supported; nanovllm allows {allowed}.")
     speculative_config(keywords)
+    reasoning_config(keywords)
+
+
+def reasoning_config(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Translate vLLM's marks around thoughts, a dictionary or ``ReasoningConfig``; a parser's name changes none."""
+    given = keywords.get("reasoning_config") or {}
+    values = given if isinstance(given, dict) else getattr(given, "__dict__", {"": given})
+    if unknown := values.keys() - {"reasoning_start_str", "reasoning_end_str", "reasoning_parser"}:
+        raise ConfigError(
+            f"LLM: reasoning_config={given!r:.200} is not supported; nanovllm reads reasoning_start_str and "
+            f"reasoning_end_str, not {min(unknown)!r}."
+        )
+    return {name: value for name, value in values.items() if value and name != "reasoning_parser"}
 
 
 def speculative_config(keywords: dict[str, Any]) -> dict[str, Any] | None:
@@ -164,6 +177,7 @@ def to_nanovllm(keywords: dict[str, Any]) -> dict[str, Any]:
         given["state_dtype"] = state_dtype
     if (speculation := speculative_config(keywords)) is not None:
         given["speculative_config"] = speculation
+    given |= reasoning_config(keywords)
     block_size, blocks = keywords.get("block_size"), keywords.get("num_gpu_blocks_override")
     given["kvcache_block_size"] = block_size or 256
     if blocks is not None:  # blocks of vLLM's default size

@@ -48,8 +48,7 @@ class StructuredOutputsParams(core.StructuredOutputsParams):
 
 # fields that nanovllm lacks: the values at which they change nothing, the default first
 NEUTRAL: dict[str, tuple] = {
-    "thinking_token_budget": (None, -1), "repetition_detection": (None,),
-    "logprob_token_ids": (None, []), "best_of": (None, 1),
+    "repetition_detection": (None,), "best_of": (None, 1),
     "use_beam_search": (False,), "length_penalty": (1.0,), "early_stopping": (False,),
     "watermarking": (None, False), "prompt_logprob_token_ids": (None, []), "prompt_logprob_start": (None, 0),
     "trace_decode_token_ids": (None, []), "routed_experts_prompt_start": (0, None),
@@ -91,6 +90,7 @@ class _SamplingParams:
                 )
         if values["max_tokens"] is not None and values["max_tokens"] == 0:
             raise RequestError("SamplingParams: max_tokens=0 must be an integer >= 1 or None.")
+        values["logprob_token_ids"] = values["logprob_token_ids"] or None
         values["structured_outputs"] = values["structured_outputs"] or values["guided_decoding"]  # its old name
         params = core.SamplingParams(**{name: values[name] for name in core.DEFAULTS})
         if not params.is_greedy:
