@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import random
 import re
 import shlex
@@ -13,7 +14,9 @@ import sys
 import tracemalloc
 from dataclasses import fields
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from helpers import run_python
 
 import nanovllm
@@ -711,6 +714,104 @@ def test_two_names_of_one_output(tmp_path, monkeypatch, capsys, name):
     assert batch(source, link) == batch(source, out) == 0 and link.is_symlink()
     (file,) = files.Output(out, ids_are_integers=False).files()
     assert len(list(files.READERS[file.suffix](file))) == 3
+
+
+class Store(MemoryFileSystem):
+    """In the place of s3fs and huggingface_hub: no server can be reached."""
+
+    store, pseudo_dirs, protocol, cachable = {}, [""], ("s3", "hf"), False
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return "/" + path.partition("://")[2].strip("/") if "://" in path else path.rstrip("/")
+
+
+@pytest.fixture
+def stores(monkeypatch):
+    for name in Store.protocol:
+        monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, name, Store)
+    for store in (Store, MemoryFileSystem):
+        monkeypatch.setattr(store, "store", {})
+        monkeypatch.setattr(store, "pseudo_dirs", [""])
+
+
+@pytest.mark.parametrize(
+    ("url", "given"),
+    [
+        ("s3://bucket/parts/", None), ("hf://datasets/someone/some/data", None), ("memory://parts", "memory://parts/*"),
+        ("memory://parts", "simplecache::memory://parts"), ("file://{}/parts", None), ("{}/parts", None),
+    ],
+)  # fmt: skip
+def test_a_directory_at_a_url(tmp_path, stores, monkeypatch, capsys, url, given):
+    """Rows in the order of the files' names; one job however IN is spelled; as strict as with local files."""
+    parquet, pyarrow = pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]"), sys.modules["pyarrow"]
+    url = url.replace("{}", str(tmp_path))
+    given, copy, out = given or url, tmp_path / "copy", tmp_path / "out.jsonl"
+    copy.mkdir()
+    parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "p0"}, {"prompt": "p1"}]), copy / "a.parquet")
+    (copy / "b.csv").write_bytes(b'prompt\r\n"p\n2"\r\np3\r\n')
+    (copy / "c.jsonl").write_text('{"prompt": "p4"}\nnot JSON\n{"prompt": "p6"}\n')
+    (copy / "_SUCCESS").touch()
+    filesystem, path = fsspec.core.url_to_fs(url)
+    filesystem.makedirs(path, exist_ok=True)
+    for file in copy.iterdir():
+        filesystem.pipe(f"{path.rstrip('/')}/{file.name}", file.read_bytes())
+    monkeypatch.setattr(engines, "complete", stopped(3, KeyboardInterrupt))
+    assert batch(given, out) == 130
+    monkeypatch.setattr(engines, "complete", stub)
+    assert batch(copy, out) == batch(given, out) == 3
+    records = read_jsonl(out)
+    assert [record["custom_id"] for record in records] == [f"row-{i}" for i in range(7)]
+    assert [record["text"] for record in records] == ["p0", "p1", "p\n2", "p3", "p4", None, "p6"]
+    assert records[5]["error"]["message"].startswith("line 2 of c.jsonl is not JSON: ")
+    assert len(pickle.loads(pickle.dumps(files.Input(given, None))).files) == 3  # for processes of their own
+
+    def change(name, content):
+        filesystem.pipe(f"{path.rstrip('/')}/{name}", content)
+        capsys.readouterr()
+        return error_of(capsys, url, out)
+
+    assert "  contents of the input: '" in change("c.jsonl", b'{"prompt": "p4"}\nnot JSON\n{"prompt": "p7"}\n')
+    assert "  rows of the input: 7 then, 8 now\n" in change("d.jsonl", b'{"prompt": "p7"}\n')
+    assert "/b.csv cannot be read: the row from line 2 on has a quote that is" in change("b.csv", b'prompt\n"p2\np3\n')
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("memory://none.csv", "out.jsonl"), "IN=memory://none.csv cannot be read: FileNotFoundError: /none.csv"),
+        (("memory://deep", "out.jsonl"), "IN=memory://deep must be a .jsonl, .parquet, .csv file, or a directory that "
+         "holds some. It holds: README.md, data."),
+        (("memory://deep/data/*.csv", "out.jsonl"), "IN=memory://deep/data/*.csv must be a .jsonl, .parquet, .csv "
+         "file, or a directory that holds some."),
+        (("memory://deep/", "s3://bucket/out.jsonl"), "OUT=s3://bucket/out.jsonl must be a local path, for the job "
+         "appends to it; copy it afterwards."),
+        (("in.jsonl", "out.jsonl", "--metrics", "memory://m"),
+         "--metrics=memory://m must be a local path, for the job appends to it; copy it afterwards."),
+        (("nowhere://x.csv", "out.jsonl"), "IN=nowhere://x.csv cannot be opened: Protocol not known: nowhere"),
+        (("az://box/x.csv", "out.jsonl"), "IN=az://box/x.csv needs a package that is missing: pip install "
+         "'nanovllm[remote]' (Install adlfs to access Azure Datalake Gen2 and Azure Blob Storage)."),
+        (("simplecache::memory://torn.parquet", "out.jsonl"), "memory:///torn.parquet cannot be read: "),
+        (("file://{}/in.jsonl", "in.jsonl"), "OUT={}/in.jsonl is the input, lies in it, or holds it."),
+        (("in.jsonl", "out.jsonl", "--metrics", "in.jsonl"), "it is IN or OUT, and would be appended to."),
+    ],
+)  # fmt: skip
+def test_urls_that_are_refused(tmp_path, stores, monkeypatch, capsys, argv, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "adlfs", None)
+    write_jsonl(tmp_path / "in.jsonl", questions(2))
+    for path, content in (("/deep/README.md", b"x"), ("/deep/data/x.jsonl", b"{}"), ("/torn.parquet", b"PAR1 torn")):
+        fsspec.filesystem("memory").pipe(path, content)
+    argv = [part.replace("{}", str(tmp_path)) for part in argv]
+    err = error_of(capsys, argv[0], argv[1] if "://" in argv[1] else tmp_path / argv[1], *argv[2:])
+    assert message.replace("{}", str(tmp_path)) in err and err.count("\n") == 1
+
+
+def test_urls_without_fsspec(tmp_path, stubbed, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    err = error_of(capsys, "memory://in.jsonl", tmp_path / "out.jsonl")
+    assert "IN=memory://in.jsonl needs a package that is missing: pip install 'nanovllm[remote]' (" in err
+    assert batch(write_jsonl(tmp_path / "in.jsonl", questions(2)), tmp_path / "out.jsonl") == 0
 
 
 def test_csv(tmp_path, stubbed, capsys):
