@@ -1,3 +1,8 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["nanovllm"]
+# tool.uv.sources.nanovllm = { path = "..", editable = true }
+# ///
 """How probable given answers are: multiple choice without generating anything."""
 
 from nanovllm import LLM
