@@ -17,6 +17,7 @@ class Bar:
 
     def __init__(self, total, desc, dynamic_ncols):
         self.total, self.n, self.postfix, self.shown, self.closed = total, 0, None, [], False
+        self.desc = desc
 
     def update(self, n):
         self.n += n
@@ -134,22 +135,33 @@ def test_without_stderr(stderr, make_llm, capsys, monkeypatch):
 
 
 def test_generate_without_a_terminal(make_llm, capsys):
-    """No step, no bar that jumps past its end, nothing on stdout."""
+    """No step, no bar that jumps past its end, nothing on stdout; nothing at all for no prompts."""
     llm = make_llm()
-    llm.generate([], use_tqdm=True)
+    capsys.readouterr()
+    assert llm.generate([]) == llm.embed([]) == llm.score([], use_tqdm=Bar) == llm.generate([], use_tqdm=Bar) == []
+    assert capsys.readouterr() == ("", "")
     llm.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=True)
     out, err = capsys.readouterr()
     assert out == "" and "3/3" in err.splitlines()[-1] and "prefill 9 tok" in err and "decode 3 tok" in err
 
 
-def test_generate_with_a_bar_of_the_users(make_llm):
-    """use_tqdm=callable showed the built-in bar."""
+def test_a_bar_of_the_users(make_llm, capsys):
+    """use_tqdm=callable showed the built-in bar; and no verb but generate had one unless it was asked for."""
     bars = []
 
     def make_bar(**options):
         bars.append(Bar(**options))
         return bars[-1]
 
-    make_llm().generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=2), use_tqdm=make_bar)
-    (bar,) = bars
-    assert (bar.total, bar.n, bar.closed) == (3, 3, True)
+    llm, prompts = make_llm(), [[1, 2, 3]] * 3
+    llm.generate(prompts, SamplingParams(max_tokens=2), use_tqdm=make_bar)
+    llm.embed(prompts, use_tqdm=make_bar)
+    llm.score(prompts, use_tqdm=make_bar)
+    assert [(bar.total, bar.n, bar.closed) for bar in bars] == [(3, 3, True)] * 3
+    assert [bar.desc for bar in bars] == ["Generating", "Embedding", "Scoring"]
+    for verb, desc in ((llm.embed, "Embedding"), (llm.score, "Scoring")):
+        capsys.readouterr()
+        verb(prompts)
+        assert re.search(rf"\r{desc}: 100%.* 3/3 .*prefill \d tok", capsys.readouterr().err)
+        verb(prompts, use_tqdm=False)
+        assert capsys.readouterr() == ("", "")

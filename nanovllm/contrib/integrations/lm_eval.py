@@ -100,7 +100,8 @@ class NanoVLLM(TemplateLM):
         bar = tqdm(total=len(lists), desc="Log-likelihoods", disable=disable_tqdm)
         for begin in range(0, len(lists), SCORED_AT_ONCE):
             part = slice(begin, begin + SCORED_AT_ONCE)
-            for (key, *_), score in zip(requests[part], self.llm.score(lists[part], starts[part]), strict=True):
+            scores = self.llm.score(lists[part], starts[part], use_tqdm=False)
+            for (key, *_), score in zip(requests[part], scores, strict=True):
                 if score.error is not None:
                     raise EngineError(score.error)
                 answers.append((score.total, all(score.is_argmax)))
