@@ -49,7 +49,7 @@ class LLM(
             k = min(k, self.config.model_config.vocab_size)
             params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=k, detokenize=False)
             requests = self._inputs.make_all(self._inputs.encode(as_prompts(prompts)), params, is_checked=True)
-            return collect(self, requests, Request.output, False, "")
+            return collect(self, requests, Request.output)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

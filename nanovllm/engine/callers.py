@@ -114,7 +114,7 @@ def taken(requests: Iterator["Request"], num_seqs: int) -> tuple[list["Request"]
 
 
 def collect(engine: "LLMEngine", requests: list["Request"], result: Callable[["Request"], T],
-            use_tqdm: bool | Callable, desc: str, more: Iterable["Request"] = (), num_more: int = 0) -> list[T]:
+            use_tqdm: bool | Callable = False, more: Iterable = (), num_more: int = 0, desc: str = "") -> list[T]:
     """``result`` of each request; most are made while the device works on the others, once their text is there.
 
     ``more``: ``num_more`` requests of one completion after these, which are made while the device works, too.

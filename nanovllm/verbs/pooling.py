@@ -153,7 +153,7 @@ class Pooling(LLMEngine):
         with Guard(self):
             self._require_ready()
             requests = make_pooling(self._inputs, prompts, kind, texts)
-            return collect(self, [], partial(pooled_output, make), use_tqdm, desc, requests, len(prompts))
+            return collect(self, [], partial(pooled_output, make), use_tqdm, requests, len(prompts), desc)
 
 
 def make_pooling(inputs: InputProcessor, prompts: ListLike[Prompt], pooling: str, texts: Texts) -> Iterator[Request]:

@@ -44,7 +44,7 @@ class Scoring(LLMEngine):
         with Guard(self):
             self._require_ready()
             requests = make_scoring(self._inputs, lists, starts)
-            return collect(self, requests, scored, use_tqdm, "Scoring")
+            return collect(self, requests, scored, use_tqdm, desc="Scoring")
 
 
 def scored(request: Request) -> Score:

@@ -25,6 +25,7 @@ from nanovllm.cli import main
 from nanovllm.config import Config
 from nanovllm.contrib.jobs import engines, files
 from nanovllm.contrib.jobs.rows import Row, openai_logprobs, plain_logprobs, record_of, row_seed
+from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 
@@ -137,7 +138,8 @@ class Panic(BaseException):
 
 
 def test_whatever_a_row_raises_is_its_own_error(tmp_path, monkeypatch):
-    """Any class but RequestError ended the job, at every restart; also a text that cannot be made."""
+    """Any class but RequestError ended the job, at every restart; also a text that cannot be made, and a failure while
+    the row's sequences are made, which dropped the rows that ran."""
 
     def failing(method, is_bad):
         def failing_for_some(self, given, *args, **options):
@@ -149,10 +151,12 @@ def test_whatever_a_row_raises_is_its_own_error(tmp_path, monkeypatch):
 
     encode = failing(AsyncTokenizer.encode, lambda texts: "panic" in texts)
     monkeypatch.setattr(AsyncTokenizer, "encode", encode)
+    make = failing(InputProcessor.make_completions, lambda request: request.prompt == "9")
+    monkeypatch.setattr(InputProcessor, "make_completions", make)
     monkeypatch.setattr(AsyncTokenizer, "_decode", failing(AsyncTokenizer._decode, lambda ids: len(ids) == 5))
     ask = [{"role": "user", "content": "2 + 3"}]
     rows = [
-        *questions(3), {"id": "encode", "prompt": "panic"},
+        *questions(3), {"id": "encode", "prompt": "panic"}, {"id": "make", "prompt": "9"},
         {"id": "decode", "prompt": "7", "sampling_params": {"max_tokens": 5, "ignore_eos": True}},
         {"id": "huge", "prompt": "7", "sampling_params": {"logit_bias": {"3": 2**2000}}},
         {"id": "digit", "prompt": "7", "sampling_params": {"logit_bias": {"\u00b3": 1}}},
@@ -167,7 +171,7 @@ def test_whatever_a_row_raises_is_its_own_error(tmp_path, monkeypatch):
     assert len(found) == len(rows) and [key for key, error in found.items() if error is None] == ["q0", "q1", "q2"]
     assert {error["type"] for error in found.values() if error} == {"RequestError"}
     assert "logit_bias={3: 1148" in found["huge"]["message"] and "logit_bias={'³': 1}" in found["digit"]["message"]
-    assert found["encode"]["message"] == found["decode"]["message"] == (
+    assert found["encode"]["message"] == found["decode"]["message"] == found["make"]["message"] == (
         "this request fails with Panic: unwrap on a None. Check the values of its prompt, parameters and chat template."
     )
     monkeypatch.setattr(AsyncTokenizer, "encode", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
