@@ -697,7 +697,8 @@ def test_an_input_that_links_to_what_the_job_writes(tmp_path, stubbed, capsys, t
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out"])
 def test_two_names_of_one_output(tmp_path, monkeypatch, capsys, name):
-    """Both jobs ran, for each name had a lock of its own; and a torn line replaced the link, not the file."""
+    """Both jobs ran, for each name had a lock of its own; and a torn line replaced the link, not the file. A hard link
+    has a lock and a run file of its own."""
     if name == "out":
         pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]")
     source, out, link = write_jsonl(tmp_path / "in.jsonl", questions(3)), tmp_path / "real" / name, tmp_path / name
@@ -706,12 +707,17 @@ def test_two_names_of_one_output(tmp_path, monkeypatch, capsys, name):
     statuses = []
 
     def meets_others(args, rows):
-        statuses.extend(batch(source, path) for path in (out, link, tmp_path / "real" / ".." / name))
+        others = [out, link, tmp_path / "real" / ".." / name]
+        if name == "out.jsonl":
+            others.append(tmp_path / "hard.jsonl")
+            os.link(out, others[-1])
+            shutil.copy(f"{out}.run.json", f"{others[-1]}.run.json")
+        statuses.extend(batch(source, path) for path in others)
         yield from stub(args, rows)
 
     monkeypatch.setattr(engines, "complete", meets_others)
-    assert batch(source, link) == 0 and statuses == [1, 1, 1]
-    assert capsys.readouterr().err.count("another job is writing to ") == 3
+    assert batch(source, link) == 0 and statuses == [1] * (4 if name == "out.jsonl" else 3)
+    assert capsys.readouterr().err.count("another job is writing to ") == len(statuses)
     monkeypatch.setattr(engines, "complete", stub)
     if name == "out.jsonl":
         out.write_bytes(out.read_bytes()[:-1] + b"x")

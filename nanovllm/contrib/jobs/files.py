@@ -23,6 +23,9 @@ import xxhash
 from nanovllm.contrib.jobs.rows import Row, hash_of, row_of
 from nanovllm.errors import ConfigError, NanoVLLMError, RequestError
 
+with suppress(ImportError):  # Windows
+    import fcntl
+
 PART_ROWS, PART_SECONDS = 10_000, 60.0  # a part of parquet is written when either is reached
 ANSWER_COLUMNS = ("text", "finish_reason", "stop_reason", "prompt_tokens", "completion_tokens", "outputs",
                   "prompt_logprobs", "response", "error")  # of parquet
@@ -326,6 +329,17 @@ class Output:
         return np.frombuffer(hashes, np.uint64), num_errors
 
     @contextmanager
+    def held(self) -> Iterator[None]:
+        """Lock the file itself, which may have other names by hard links; raises filelock.Timeout."""
+        with nullcontext() if self.is_parquet or os.name == "nt" else self.path.open("ab") as file:
+            try:
+                if file is not None:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise filelock.Timeout(str(self.path)) from None
+            yield
+
+    @contextmanager
     def opened(self) -> Iterator[None]:
         if self.is_parquet:
             self.path.resolve().mkdir(exist_ok=True)  # a link may point to nothing
@@ -410,7 +424,7 @@ def begun(output: Output, facts: dict[str, Any], overwrite: bool) -> Iterator[No
     path, (run_file, lock) = output.path, beside_output(output.path)
     facts = json.loads(json.dumps(facts))  # as it is read
     try:
-        with filelock.FileLock(lock, timeout=0):
+        with filelock.FileLock(lock, timeout=0), output.held():
             if overwrite:
                 for file in output.files():
                     file.unlink()
