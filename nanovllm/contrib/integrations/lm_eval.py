@@ -3,7 +3,8 @@
     python -m nanovllm.integrations.lm_eval run --model nanovllm --model_args pretrained=Qwen/Qwen3-0.6B --tasks ...
 
 Owns the translation of the harness's requests to ``LLM.score`` and ``LLM.stream``. Windows, truncation, special tokens
-and stops are those of the harness's own ``hf`` model, so that the two agree.
+and stops are those of the harness's own ``hf`` model, so that the two agree. A request that fails ends the run: the
+harness knows no rows of errors, and its metrics would count an empty answer as a wrong one.
 """
 
 import logging
@@ -103,7 +104,7 @@ class NanoVLLM(TemplateLM):
             scores = self.llm.score(lists[part], starts[part], use_tqdm=False)
             for (key, *_), score in zip(requests[part], scores, strict=True):
                 if score.error is not None:
-                    raise EngineError(score.error)
+                    raise EngineError(f"request {len(answers)}: {score.error}")
                 answers.append((score.total, all(score.is_argmax)))
                 if key is not None:
                     self.cache_hook.add_partial("loglikelihood", key, answers[-1])
@@ -131,7 +132,7 @@ class NanoVLLM(TemplateLM):
         for output in tqdm(self.llm.stream(prompts), "Completions", len(made), disable=disable_tqdm):
             i = output.index
             if output["finish_reason"] == "error":
-                raise EngineError(str(output.outputs[0].stop_reason))
+                raise EngineError(f"request {i}: {output.outputs[0].stop_reason}")
             texts[i] = utils.postprocess_generated_text(output["text"], made[i][1], self.think_end_token)
             self.cache_hook.add_partial("generate_until", requests[i].args, texts[i])
         return texts
