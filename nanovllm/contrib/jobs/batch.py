@@ -15,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from nanovllm.config import read_generation_config, resolve_model
-from nanovllm.contrib.jobs.files import Input, Output, begun, end_last_line, fingerprint, is_url, located
+from nanovllm.contrib.jobs.files import Input, Output, begun, end_last_line, fingerprint, located
 from nanovllm.contrib.jobs.rows import as_object, ready
 from nanovllm.errors import ConfigError
 from nanovllm.sampling_params import SamplingParams
@@ -32,7 +32,7 @@ def run(args: Any) -> int:
     """The command. Everything that can be wrong is looked at before an engine starts."""
     path, (k, n) = Path(args.output), shard_of(args.shard)
     for name, given in (("OUT", args.output), ("--metrics", args.metrics)):
-        if is_url(given or ""):
+        if "://" in (given or ""):
             raise ConfigError(f"{name}={given} must be a local path, for the job appends to it; copy it afterwards.")
     if path.name in ("", ".."):
         raise ConfigError(f"OUT={path} must have a name, for OUT.run.json lies beside it.")
