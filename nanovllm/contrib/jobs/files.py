@@ -12,6 +12,7 @@ import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import cached_property
 from itertools import count, filterfalse, islice
 from pathlib import Path, PurePosixPath
 from time import monotonic
@@ -39,10 +40,14 @@ class RemoteFile:
     """A file of an fsspec filesystem, with the methods of ``Path`` that an input needs."""
 
     def __init__(self, filesystem: Any, info: dict[str, Any]):
-        self._filesystem, self._path, self._type = filesystem, info["name"], info["type"]
+        self._filesystem, self._info, self._path = filesystem, info, info["name"]
         path = PurePosixPath(self._path.partition("?")[0])  # behind it a signature
         self.name, self.suffix = path.name, path.suffix
-        self.size: int = info.get("size") or filesystem.size(info["name"]) or 0  # lists of some servers lack it
+
+    @cached_property
+    def size(self) -> int:
+        """When the job began, in bytes; 0 where a server does not tell it."""
+        return self._info.get("size") or self._filesystem.size(self._path) or 0  # lists of some servers lack it
 
     def __str__(self) -> str:
         return self._filesystem.unstrip_protocol(self._path)
@@ -51,7 +56,7 @@ class RemoteFile:
         return True
 
     def is_file(self) -> bool:
-        return self._type != "directory"
+        return self._info["type"] != "directory"
 
     def open(self, mode: str = "r", **options: Any) -> Any:
         # fsspec's own files read a block of 5 MiB for every line
@@ -249,7 +254,6 @@ class Input:
 
 
 def size_of(file: File) -> int:
-    """Of a remote file the size when the job began, 0 where a server does not tell it."""
     return file.size if isinstance(file, RemoteFile) else file.stat().st_size
 
 
@@ -257,9 +261,9 @@ def fingerprint(files: Sequence[File], num_bytes: int | None = None) -> str:
     """Hash the files' sizes and contents, or ``num_bytes`` at the beginning and end of each."""
     digest = xxhash.xxh3_64()
     for path in files:
-        size = size_of(path)
-        digest.update(f"{size} ".encode())
         with reading(path), path.open("rb") as file:
+            size = size_of(path)
+            digest.update(f"{size} ".encode())
             if num_bytes is None:
                 while chunk := file.read(CHUNK):
                     digest.update(chunk)
