@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from helpers import needs
 
 from nanovllm import SamplingParams
 from nanovllm.engine import progress as progress_module
@@ -135,18 +136,23 @@ def test_without_stderr(stderr, make_llm, capsys, monkeypatch):
 
 
 def test_generate_without_a_terminal(make_llm, capsys):
-    """No step, no bar that jumps past its end, nothing on stdout; nothing at all for no prompts."""
+    """No step, no bar that jumps past its end, nothing on stdout."""
     llm = make_llm()
-    capsys.readouterr()
-    assert llm.generate([]) == llm.embed([]) == llm.score([], use_tqdm=Bar) == llm.generate([], use_tqdm=Bar) == []
-    assert capsys.readouterr() == ("", "")
+    llm.generate([], use_tqdm=True)
     llm.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=True)
     out, err = capsys.readouterr()
     assert out == "" and "3/3" in err.splitlines()[-1] and "prefill 9 tok" in err and "decode 3 tok" in err
 
 
-def test_a_bar_of_the_users(make_llm, capsys):
-    """use_tqdm=callable showed the built-in bar; and no verb but generate had one unless it was asked for."""
+@pytest.mark.parametrize(
+    ("name", "desc"),
+    [
+        ("generate", "Generating"), pytest.param("embed", "Embedding", marks=needs("verbs.pooling")),
+        pytest.param("score", "Scoring", marks=needs("verbs.scoring")),
+    ],
+)  # fmt: skip
+def test_every_verb_has_a_bar(name, desc, make_llm, capsys):
+    """use_tqdm=callable showed the built-in bar; only generate had one unless it was asked for; and for no prompts."""
     bars = []
 
     def make_bar(**options):
@@ -154,14 +160,13 @@ def test_a_bar_of_the_users(make_llm, capsys):
         return bars[-1]
 
     llm, prompts = make_llm(), [[1, 2, 3]] * 3
-    llm.generate(prompts, SamplingParams(max_tokens=2), use_tqdm=make_bar)
-    llm.embed(prompts, use_tqdm=make_bar)
-    llm.score(prompts, use_tqdm=make_bar)
-    assert [(bar.total, bar.n, bar.closed) for bar in bars] == [(3, 3, True)] * 3
-    assert [bar.desc for bar in bars] == ["Generating", "Embedding", "Scoring"]
-    for verb, desc in ((llm.embed, "Embedding"), (llm.score, "Scoring")):
-        capsys.readouterr()
-        verb(prompts)
-        assert re.search(rf"\r{desc}: 100%.* 3/3 .*prefill \d tok", capsys.readouterr().err)
-        verb(prompts, use_tqdm=False)
-        assert capsys.readouterr() == ("", "")
+    verb = getattr(llm, name)
+    capsys.readouterr()
+    verb(prompts, use_tqdm=make_bar)
+    (bar,) = bars
+    assert (bar.total, bar.n, bar.closed, bar.desc) == (3, 3, True, desc)
+    assert verb([]) == verb([], use_tqdm=make_bar) == [] and len(bars) == 1
+    verb(prompts, use_tqdm=False)
+    assert capsys.readouterr() == ("", "")
+    verb(prompts)
+    assert re.search(rf"\r{desc}: 100%.* 3/3 .*prefill \d tok", capsys.readouterr().err)
