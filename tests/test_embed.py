@@ -280,6 +280,21 @@ def test_rerank_with_weights_of_nan(form, reranker):
             llm.rerank(QUERY, DOCUMENTS, tokens=("0", "1"))
 
 
+def test_bars(reranker, capsys):
+    """As in test_progress.py: of the verbs that need a head."""
+    with LLM(str(reranker[2][1]), device="cpu", dtype="float32", quiet=True) as llm:
+        documents = [text for text in DOCUMENTS if text]
+        for verb, desc in ((partial(llm.rerank, QUERY), "Ranking"), (llm.classify, "Classifying")):
+            bar = OnUpdate()
+            capsys.readouterr()
+            verb(documents, use_tqdm=bar)
+            verb(documents, use_tqdm=False)
+            assert verb([]) == [] and capsys.readouterr() == ("", "")
+            assert (bar.options["total"], bar.options["desc"]) == (4, desc)
+            verb(documents)
+            assert f"\r{desc}: 100%" in capsys.readouterr().err
+
+
 def test_label_tokens_of_the_checkpoint(reranker, tmp_path):
     """config.json of a converted model may name tokens of the LM head in place of a head."""
     more = {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["0", "1"]}

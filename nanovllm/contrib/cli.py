@@ -33,10 +33,10 @@ ABOUT = """Complete every row of IN and write a row to OUT as soon as it is fini
 Stopped at any moment (Ctrl-C, SIGKILL, power) and started again with the same command, it goes on: every row is there
 once."""
 IN = """.jsonl (plain rows, or OpenAI batch lines with "custom_id" and "body"), .parquet or .csv; or a directory of
-such files"""
-OUT = """a .jsonl file; or a directory, without suffix, for part-*.parquet. OUT.run.json beside it remembers what it
-was made with. Exit status: 0, or 3 if rows failed ("error" says why; the others are complete), 1 if the job failed, 130
-after Ctrl-C"""
+such files, read in the order of their names. A path or a URL, as s3://bucket/in.jsonl, hf://datasets/user/name/data"""
+OUT = """a .jsonl file; or a directory, without suffix, for part-*.parquet; local. OUT.run.json beside it remembers what
+it was made with. Exit status: 0, or 3 if rows failed ("error" says why; the others are complete), 1 if the job
+failed, 130 after Ctrl-C"""
 SAMPLING = """Rows may have their own: a column "sampling_params", or the body. Every row draws from a seed of its own,
 derived from --seed (default 0) and its id."""
 

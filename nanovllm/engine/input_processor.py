@@ -105,15 +105,15 @@ class InputProcessor:
         """A request whose form is checked. ``readout``: by default the one that its parameters ask for, if any."""
         for wanted_by in READOUTS:
             readout = readout or wanted_by(params, ids)
-        request = Request(self._num_seqs, text, ids, params, self._tokenizer, index, readout)
-        self._num_seqs += params.n
-        return request
+        request_id, self._num_seqs = self._num_seqs, self._num_seqs + params.n
+        return Request(request_id, text, ids, params, self._tokenizer, index, readout)
 
     def make_completions(self, request: Request) -> None:
-        """The sequences of a request that is to be queued."""
+        """The sequences of a request that is to be queued, unless they are there."""
+        if request.completions:
+            return
         params, first_id, block_size = request.params, request.request_id, self.config.kvcache_block_size
-        # the mask of a constrained sequence holds them back
-        holds_back = params.min_tokens and not params.is_constrained
+        holds_back = params.min_tokens and not params.is_constrained  # whose mask holds them back
         stop_ids = self._token_processors.min_tokens_stop_ids(params) if holds_back else ()
         seqs = [
             Sequence(request.prompt_ids, params, seq_id, block_size, self._seed(params, seq_id, i), stop_ids, first_id)

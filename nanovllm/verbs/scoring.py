@@ -23,7 +23,7 @@ class Scoring(LLMEngine):
     """Scores given tokens."""
 
     def score(self, token_id_lists: ListLike[ListLike[int]], start: int | ListLike[int] | None = None,
-              use_tqdm: bool | Callable = False) -> list[Score]:
+              use_tqdm: bool | Callable = True) -> list[Score]:
         """Compute log-probabilities of given tokens, each after all before it, in one prefill.
 
         Where the model's logits are NaN, the log-probabilities are, and ``error`` says so.
@@ -32,6 +32,7 @@ class Scoring(LLMEngine):
             token_id_lists: at least two ids each, at most ``max_model_len + 1``.
             start: the first token to score, for all lists or one for each; at least 1, the default. What stands
                 before it may come from the prefix cache.
+            use_tqdm: as in ``generate``.
 
         Raises:
             RequestError: a list can never be scored; nothing was computed.
@@ -43,7 +44,11 @@ class Scoring(LLMEngine):
         with Guard(self):
             self._require_ready()
             requests = make_scoring(self._inputs, lists, starts)
-            return collect(self, requests, lambda request: cast(PromptLogprobs, request.readout).score(), use_tqdm)
+            return collect(self, requests, scored, use_tqdm, desc="Scoring")
+
+
+def scored(request: Request) -> Score:
+    return cast(PromptLogprobs, request.readout).score()
 
 
 def make_scoring(inputs: InputProcessor, lists: ListLike[Any], starts: ListLike[Any]) -> list[Request]:

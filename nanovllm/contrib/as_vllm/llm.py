@@ -424,7 +424,7 @@ class LLM(LLMEngine):
             return usable(llm.rerank(first, second, template="{query}{document}", use_tqdm=use_tqdm))
         outputs = usable(llm.embed(second, True, use_tqdm=use_tqdm, instruction=""))
         queries = list(dict.fromkeys(first))
-        of_queries = llm.embed(queries, True, instruction="")
+        of_queries = llm.embed(queries, True, use_tqdm=False, instruction="")
         embeddings = {text: x.embedding for text, x in zip(queries, of_queries, strict=True)}
         for text, output in zip(first, outputs, strict=True):
             output.outputs = ScoringOutput(float(np.dot(embeddings[text], output.embedding)))
