@@ -62,10 +62,11 @@ class CompletionOutput:
         token_ids: the generated token ids, a stop token included.
         cumulative_logprob: sum of the tokens' log-probabilities; None unless ``logprobs`` was asked for.
         logprobs: for each token a dict ``token id -> Logprob``; None unless asked for.
-        finish_reason: "stop" (an end-of-sequence or stop token, or a stop string), "length", or "error" (its grammar
-            or a logits processor failed while it was decoded, or its logits were NaN); None while unfinished.
-        stop_reason: the stop token id or the stop string that ended it, or what failed; None for the end-of-sequence
-            token.
+        finish_reason: "stop" (an end-of-sequence or stop token, a stop string, or a repetition), "length", or "error"
+            (its grammar or a logits processor failed while it was decoded, or its logits were NaN); None while
+            unfinished.
+        stop_reason: the stop token id or the stop string that ended it, "repetition_detected", or what failed; None for
+            the end-of-sequence token.
     """
 
     index: int

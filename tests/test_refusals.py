@@ -74,6 +74,7 @@ VALUES = {
         "at most max_tokens=64.": {"min_tokens": [65]},
         "an integer >= 0.": {"min_tokens": [-1]},
         "an integer from 1 to 16384.": {"n": [0, 16385]},
+        "a RepetitionDetectionParams, or a dict of its fields or None.": {"repetition_detection": [3, [5, 3], {1: 2}]},
         "a non-empty string without lone surrogates, or a list of them.": {
             "stop": ["", ["a", ""], [5], "\udfffa"], "bad_words": [[""], ["a", "b\ud912"]]
         },
@@ -154,6 +155,12 @@ TEXTS = {  # the call -> [(what is given, a part of the text)]
         ({"n": 2, "temperature": 0}, "SamplingParams: n=2 must be 1 when temperature is 0 (greedy): all completions "
                                      "would be equal."),
         ({"stop": "a", "detokenize": False}, "stop strings need detokenize=True; give stop_token_ids instead."),
+        ({"repetition_detection": {"max_pattern_size": 3, "min_count": 1}},
+         "RepetitionDetectionParams: min_count=1 must be an integer >= 2."),
+        ({"repetition_detection": {"max_pattern_size": 3, "min_pattern_size": 4, "min_count": 2}},
+         "min_pattern_size=4 must be at most max_pattern_size=3."),
+        ({"repetition_detection": {"max_pattern_size": -1}}, "max_pattern_size=-1 must be an integer >= 0."),
+        ({"repetition_detection": {"max_count": 3}}, "has no parameter 'max_count'. Did you mean 'min_count'?"),
         # a bare TypeError
         ({"temprature": 0.5}, "SamplingParams has no parameter 'temprature'. Did you mean 'temperature'?"),
         ({"use_beam_search": None}, "no parameter 'use_beam_search'. Use LLM.beam_search."),

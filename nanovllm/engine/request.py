@@ -34,13 +34,13 @@ class Completion:
 
     def decode(self, tokenizer: AsyncTokenizer) -> Future[str]:
         """The text of the finished sequence. A token that ended it stays out, unless the request wants it."""
-        params, token_ids = self.seq.sampling_params, self.token_ids
+        seq, params, token_ids = self.seq, self.seq.sampling_params, self.token_ids
         if self.processor is not None and self.processor.stop_text is not None:
             text: Future[str] = Future()
             text.set_result(self.processor.stop_text)
             return text
-        ends_early = self.seq.finish_reason == "stop" and not params.include_stop_str_in_output
-        return tokenizer.decode_later(token_ids[:-1] if ends_early else token_ids, params)
+        cut = seq.finish_reason == "stop" and not (params.include_stop_str_in_output or type(seq.stop_reason) is str)
+        return tokenizer.decode_later(token_ids[:-1] if cut else token_ids, params)
 
     def output(self, index: int, tokenizer: AsyncTokenizer) -> CompletionOutput:
         """The finished completion; waits for the text."""

@@ -48,6 +48,7 @@ SOURCES = {
         "current_platform destroy_model_parallel=cleanup_dist_env_and_memory "
         "destroy_distributed_environment=cleanup_dist_env_and_memory",
     ".pooling": "PoolingParams PoolerConfig PoolingOutput",
+    "nanovllm.sampling_params": "RepetitionDetectionParams",
     "nanovllm.outputs": "RequestOutput CompletionOutput Logprob PoolingRequestOutput EmbeddingOutput "
         "ClassificationOutput ScoringOutput EmbeddingRequestOutput=PoolingRequestOutput "
         "ClassificationRequestOutput=PoolingRequestOutput ScoringRequestOutput=PoolingRequestOutput",
@@ -62,7 +63,7 @@ HINTS = """CompilationConfig StructuredOutputsConfig CUDAGraphMode CompilationMo
     PromptLogprobs SampleLogprobs LogprobsOnePosition"""  # on speed; and types, for annotations
 UNSUPPORTED = """AsyncLLMEngine AsyncEngineArgs AsyncLLM EmbedsPrompt KVTransferConfig KVEventsConfig
     SpeculativeConfig WeightTransferConfig VllmConfig ModelConfig ModelRegistry PyNcclCommunicator StatelessProcessGroup
-    WorkerWrapperBase MultiModalDataDict ImagePrompt RepetitionDetectionParams Counter Gauge Histogram Vector Metric
+    WorkerWrapperBase MultiModalDataDict ImagePrompt Counter Gauge Histogram Vector Metric
     RequestMetrics RequestStateStats GroupCoordinator PromptAdapterRequest SamplingType get_ip
     get_distributed_init_method get_tensor_model_parallel_rank load_chat_template"""
 NAMES = [*SOURCE_OF, *HINTS.split(), *UNSUPPORTED.split()]

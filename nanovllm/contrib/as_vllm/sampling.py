@@ -48,7 +48,7 @@ class StructuredOutputsParams(core.StructuredOutputsParams):
 
 # fields that nanovllm lacks: the values at which they change nothing, the default first
 NEUTRAL: dict[str, tuple] = {
-    "thinking_token_budget": (None, -1), "repetition_detection": (None,),
+    "thinking_token_budget": (None, -1),
     "logprob_token_ids": (None, []), "best_of": (None, 1),
     "use_beam_search": (False,), "length_penalty": (1.0,), "early_stopping": (False,),
 }  # fmt: skip

@@ -4,6 +4,7 @@ import inspect
 import sys
 
 from vllm import LLM, EngineArgs, SamplingParams
+from vllm.sampling_params import RepetitionDetectionParams
 
 defaults = {
     "n": 1, "best_of": None, "max_tokens": 8, "top_k": -1, "top_p": 1.0, "temperature": 0.0, "presence_penalty": 0.0,
@@ -27,3 +28,7 @@ assert output.outputs[0].text == "5"
 params = SamplingParams.from_optional(n=None, temperature=0.5, max_tokens=None, logit_bias={"7": 300.0}, stop="x")
 assert (params.n, params.max_tokens, params.logit_bias, params.stop) == (1, None, {7: 100.0}, ["x"])
 assert SamplingParams(3, seed=-1).n == 3 and SamplingParams(seed=-1).seed is None
+loops = SamplingParams(temperature=0, max_tokens=40, logit_bias={19: 100.0})
+loops.repetition_detection = RepetitionDetectionParams(max_pattern_size=2, min_count=3)
+(output,) = llm.generate("x", loops)
+assert (output.outputs[0].text, output.outputs[0].stop_reason) == ("111", "repetition_detected")
