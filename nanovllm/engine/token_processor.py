@@ -126,7 +126,7 @@ class TokenProcessors:
     """Makes the processors of an engine, and holds their shared state."""
 
     def __init__(self, config: Config, tokenizer: AsyncTokenizer, eos_token_ids: tuple[int, ...]):
-        self._vocab_size, self._max_model_len = config.model_config.vocab_size, config.max_model_len
+        self._config, self._vocab_size = config, config.model_config.vocab_size
         self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
         self._allowed: dict[bytes, np.ndarray] = {}
         self._has_warned = False
@@ -144,7 +144,7 @@ class TokenProcessors:
             return None
         stop, grammar, bad_words = self._parts(params)
         texts = self._tokenizer.texts if params.logprobs is not None and params.detokenize else None
-        repetition = RepetitionDetector(params, self._max_model_len) if params.repetition_detection else None
+        repetition = RepetitionDetector(params, self._config.max_model_len) if params.repetition_detection else None
         return TokenProcessor(seq, stop, texts, grammar, bad_words, repetition)
 
     def process_logits(self, processor: TokenProcessor, logits: Any) -> bool:

@@ -1,0 +1,119 @@
+"""Reasoning: the marks that stand around a model's thinking, and where they stand in a completion.
+
+Owns the marks of published models. Knows nothing of requests.
+"""
+
+import re
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nanovllm.engine.text.detokenizer import backend_of, decode, decode_completion, special_tokens
+from nanovllm.outputs import ReasoningBlock
+
+MAX_TAIL = 128  # tokens of a prompt that are decoded to look for marks of several tokens
+BOUNDARY, OWN = 1, 2  # kinds of token ids: other special tokens, and those of the marks
+
+
+class ReasoningMarks(NamedTuple):
+    """Texts, of one token or several, around the thinking."""
+
+    start: str
+    end: str
+
+
+THINK = ReasoningMarks("<think>", "</think>")  # Qwen3, DeepSeek-R1, GLM-4.5, SmolLM3, EXAONE 4, MiniMax-M2 and others
+OTHERS = (
+    ReasoningMarks("<seed:think>", "</seed:think>"),  # Seed-OSS
+    ReasoningMarks("[THINK]", "[/THINK]"),  # Ministral 3
+    ReasoningMarks("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),  # gpt-oss
+)
+
+
+@lru_cache(maxsize=8)  # tokenizers are compared by identity
+def marks_of(tokenizer: Any) -> ReasoningMarks:
+    """The marks whose first token the tokenizer has; else ``<think>`` and ``</think>``."""
+    return next((marks for marks in OTHERS if _id_of(tokenizer, re.split("(?<=[]>])", marks.start)[0])), THINK)
+
+
+def _id_of(tokenizer: Any, token: str) -> int | None:
+    backend = backend_of(tokenizer)
+    return (tokenizer.get_vocab().get if backend is None else backend.token_to_id)(token)
+
+
+class ReasoningFinder:
+    """Finds the thinking in the completions of a tokenizer's model."""
+
+    def __init__(self, tokenizer: Any, marks: ReasoningMarks):
+        self._tokenizer, self._marks = tokenizer, marks
+        special = set(special_tokens(tokenizer, len(tokenizer)).values())
+        self._ids = [self._encode(mark) for mark in marks]
+        own = {i for ids in self._ids for i in ids}
+        self._are_tokens, self._are_skipped = all(len(ids) == 1 for ids in self._ids), bool(own & special)
+        self._kinds = np.zeros(max(special | own) + 2, np.int8)  # of token ids, clipped to the last, which is none
+        self._kinds[[*(special - own)]], self._kinds[[*own]] = BOUNDARY, OWN
+
+    def _encode(self, mark: str) -> list[int]:
+        token_id = _id_of(self._tokenizer, mark)
+        return self._tokenizer([mark], add_special_tokens=False)["input_ids"][0] if token_id is None else [token_id]
+
+    def _begins(self, prompt_ids: np.ndarray) -> str:
+        """Whether a completion of the prompt begins "inside" the thinking, "after" it, or ("") elsewhere.
+
+        A template may open the block, or close an empty one, behind its last special token.
+        """
+        kinds = self._kinds.take(prompt_ids, mode="clip")
+        first = int(np.flatnonzero(kinds == BOUNDARY).max(initial=-1)) + 1
+        if self._are_tokens and not (kinds[first:] == OWN).any():
+            return ""
+        tail = prompt_ids[first if self._are_tokens else max(first, len(prompt_ids) - MAX_TAIL) :]
+        text = decode(self._tokenizer, tail.tolist(), skip_special_tokens=False)
+        start, end = map(text.rfind, self._marks)
+        if start > end:
+            return "inside"
+        return "after" if end >= 0 and not text[end + len(self._marks.end) :].strip() else ""
+
+    def find(self, prompt_ids: np.ndarray, text: str, token_ids: list[int], *flags: bool) -> ReasoningBlock | None:
+        """Find the thinking in the text of a completion; None without one.
+
+        A text that has the end mark alone began inside, unless its prompt closed the block.
+
+        Args:
+            prompt_ids: integers [num_prompt_tokens].
+            text: of ``token_ids``, or its beginning.
+            flags: of the text, ``skip_special_tokens`` and ``spaces_between_special_tokens``.
+        """
+        (start, behind_start), (end, behind_end) = self._marks_in(text, token_ids, *flags)
+        begins = self._begins(prompt_ids)
+        is_first = start >= 0 and not text[:start].strip()
+        if start >= 0 and (is_first or (end >= 0 and begins != "inside")):
+            return ReasoningBlock(start, behind_start, *((end, behind_end) if end >= 0 else (len(text), len(text))))
+        if begins == "inside" or (end >= 0 and begins != "after"):
+            return ReasoningBlock(0, 0, *((end, behind_end) if end >= 0 else (len(text), len(text))))
+        return None
+
+    def _marks_in(self, text: str, token_ids: list[int], *flags: bool) -> list[tuple[int, int]]:
+        """Characters [begin, end) of the first end mark, and of the first start mark before it; -1, -1 without one."""
+        found, limit = [(-1, -1), (-1, -1)], len(text)
+        if not (self._are_skipped and flags[:1] == (True,)):
+            for which in (1, 0):
+                at = text.find(self._marks[which], 0, limit)
+                if at >= 0:
+                    found[which], limit = (at, at + len(self._marks[which])), at
+            return found
+        num_ids = len(token_ids)  # the text lacks them: they stand where the texts of the tokens before end
+        for which in (1, 0):
+            mark = self._ids[which]
+            at = next((i for i in range(num_ids - len(mark) + 1) if token_ids[i : i + len(mark)] == mark), -1)
+            if at >= 0:
+                before = (decode_completion(self._tokenizer, token_ids[:n], *flags) for n in (at, at + len(mark)))
+                begin, behind = (min(len(each), len(text)) for each in before)
+                found[which], num_ids = (begin, behind), at
+        return found
+
+
+@lru_cache(maxsize=8)
+def finder_of(tokenizer: Any, marks: ReasoningMarks) -> ReasoningFinder:
+    """The finder of a tokenizer, made once."""
+    return ReasoningFinder(tokenizer, marks)
