@@ -292,6 +292,14 @@ TEXTS = {  # the call -> [(what is given, a part of the text)]
         (([[5] * 98], None), "list 0: the prompt has 97 tokens; the KV cache has 6 blocks of 16"),
         *((([[3, 4, 5]] * 2, start), "start") for start in ([1], [1, 1, 1], "1", 1.5, [1, 1.5], [1, None], True)),
     ],
+    "perplexity": [
+        ([[5], [5] * 130], "text 1: the list has 130 token ids; with max_model_len=128 at most 129 can be scored."),
+        ([[5], [600]], "text 1: token id 600 is outside the vocabulary [0, 512)."),
+        ([[5, 6], [5] * 98], "text 1: the prompt has 97 tokens; the KV cache has 6 blocks of 16."),
+        ([[5], [3, 4.0]], f"text 1: {PROMPT_FORM}, not [3, 4.0]."),
+        ("text", "text needs a tokenizer"),
+        (7, "prompts must be a string or a list, not 7."),
+    ],
     "embed": [  # prompts, options
         (([[5], []], {}), "prompt 1: the prompt is empty; it must hold at least one token."),
         (([[5], [5] * 129], {}), "prompt 1: the prompt has 129 tokens; with max_model_len=128 at most 128"),
@@ -326,7 +334,7 @@ FEATURES = {"prompt_logprobs": "readouts.prompt_logprobs", "speculative_config":
             "score": "verbs.scoring", "embed": "verbs.pooling", "classify": "verbs.pooling"}  # fmt: skip
 for name in (name for name, feature in FEATURES.items() if not has_feature(feature)):
     CASES = [case for case in CASES if name not in repr(case)]
-ENGINE_CALLS = ("generate", "score", "embed", "classify", "chat")
+ENGINE_CALLS = ("generate", "score", "perplexity", "embed", "classify", "chat")
 ERRORS = {
     "LLM": ConfigError, "ranks": ConfigError, "config.json": CheckpointError, "published": CheckpointError,
     "a rule": KeyError,
@@ -349,6 +357,8 @@ def make_call(call, given, model, llm):
         llm.chat(given, use_tqdm=False)
     elif call == "score":
         llm.score(given[0], start=given[1])
+    elif call == "perplexity":
+        llm.perplexity(given)
     elif call == "embed":
         llm.embed(given[0], **given[1])
     elif call == "classify":
