@@ -89,9 +89,14 @@ def test_gpt_oss():
     tokenizer = FastTokenizer(backend, 2)
     finder = ReasoningFinder(tokenizer, marks_of(tokenizer))
     whole = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>5<|return|>"
-    prompt_ids = np.array(tokenizer.encode("<|start|>user<|message|>2 + 3<|end|><|start|>assistant"))
-    for text, expected in ((whole, ("hm", "5")), (whole.split("<|end|>")[0], ("hm", "")), ("5", (None, "5"))):
-        ids = tokenizer.encode(text)
+    turn = "<|start|>user<|message|>2 + 3<|end|><|start|>assistant"
+    called = f"{turn}<|channel|>analysis<|message|>add<|end|><|start|>assistant<|channel|>commentary<|message|>5<|end|>"
+    for prompt, text, expected in (
+        (turn, whole, ("hm", "5")), (turn, whole.split("<|end|>")[0], ("hm", "")), (turn, "5", (None, "5")),
+        (called + turn, whole, ("hm", "5")), (called + "<|start|>assistant", "5", (None, "5")),
+        (turn + "<|channel|>analysis<|message|>I", whole.removeprefix("<|channel|>analysis<|message|>"), ("hm", "5")),
+    ):  # fmt: skip
+        prompt_ids, ids = np.array(tokenizer.encode(prompt)), tokenizer.encode(text)
         shown = decode_completion(tokenizer, ids, True, True)
         output = CompletionOutput(0, shown, ids, reasoning_block=finder.find(prompt_ids, shown, ids, True, True))
         assert (output.reasoning, output.content) == expected

@@ -105,6 +105,15 @@ def test_in_an_engine(demo, monkeypatch, in_flight):
     assert last.outputs[0].stop_reason == "repetition_detected"
 
 
+def test_without_a_tokenizer(small_llm):
+    """Tokens are compared, not texts."""
+    wanted = RepetitionDetectionParams(1, 1, 4)
+    params = greedy(30, repetition_detection=wanted, logit_bias={7: 99.0}, min_tokens=6)
+    (completion,) = run(small_llm, [[5, 6]], params)[0].outputs
+    assert (completion.token_ids, completion.text, completion.stop_reason) == ([7] * 6, "", "repetition_detected")
+    assert (completion.reasoning, completion.content) == (None, "")
+
+
 def vars_of(params):
     return {name: getattr(params, name) for name in type(params).__dataclass_fields__}
 

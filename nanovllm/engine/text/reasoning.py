@@ -14,6 +14,7 @@ from nanovllm.outputs import ReasoningBlock
 
 MAX_TAIL = 128  # tokens of a prompt that are decoded to look for marks of several tokens
 BOUNDARY, OWN = 1, 2  # kinds of token ids: other special tokens, and those of the marks
+NOWHERE = -1, -1
 
 
 class ReasoningMarks(NamedTuple):
@@ -31,7 +32,6 @@ OTHERS = (
 )
 
 
-@lru_cache(maxsize=8)  # tokenizers are compared by identity
 def marks_of(tokenizer: Any) -> ReasoningMarks:
     """The marks whose first token the tokenizer has; else ``<think>`` and ``</think>``."""
     return next((marks for marks in OTHERS if _id_of(tokenizer, re.split("(?<=[]>])", marks.start)[0])), THINK)
@@ -47,11 +47,13 @@ class ReasoningFinder:
 
     def __init__(self, tokenizer: Any, marks: ReasoningMarks):
         self._tokenizer, self._marks = tokenizer, marks
-        special = set(special_tokens(tokenizer, len(tokenizer)).values())
+        self._special = special_tokens(tokenizer, len(tokenizer))
+        special = set(self._special.values())
         self._ids = [self._encode(mark) for mark in marks]
         own = {i for ids in self._ids for i in ids}
         self._are_tokens, self._are_skipped = all(len(ids) == 1 for ids in self._ids), bool(own & special)
-        self._kinds = np.zeros(max(special | own) + 2, np.int8)  # of token ids, clipped to the last, which is none
+        # of token ids, clipped to the last one, which is neither
+        self._kinds = np.zeros(max(special | own, default=0) + 2, np.int8)
         self._kinds[[*(special - own)]], self._kinds[[*own]] = BOUNDARY, OWN
 
     def _encode(self, mark: str) -> list[int]:
@@ -70,8 +72,9 @@ class ReasoningFinder:
         tail = prompt_ids[first if self._are_tokens else max(first, len(prompt_ids) - MAX_TAIL) :]
         text = decode(self._tokenizer, tail.tolist(), skip_special_tokens=False)
         start, end = map(text.rfind, self._marks)
-        if start > end:
-            return "inside"
+        if start > end:  # nor has the message ended since, with a token that the marks have too (gpt-oss)
+            behind = text[start + len(self._marks.start) :]
+            return "" if any(token and token in behind for token in self._special) else "inside"
         return "after" if end >= 0 and not text[end + len(self._marks.end) :].strip() else ""
 
     def find(self, prompt_ids: np.ndarray, text: str, token_ids: list[int], *flags: bool) -> ReasoningBlock | None:
@@ -86,34 +89,40 @@ class ReasoningFinder:
         """
         (start, behind_start), (end, behind_end) = self._marks_in(text, token_ids, *flags)
         begins = self._begins(prompt_ids)
-        is_first = start >= 0 and not text[:start].strip()
-        if start >= 0 and (is_first or (end >= 0 and begins != "inside")):
-            return ReasoningBlock(start, behind_start, *((end, behind_end) if end >= 0 else (len(text), len(text))))
-        if begins == "inside" or (end >= 0 and begins != "after"):
-            return ReasoningBlock(0, 0, *((end, behind_end) if end >= 0 else (len(text), len(text))))
+        has_end, is_first = end >= 0, start >= 0 and not text[:start].strip()
+        if not has_end:  # so far, or for ever
+            end = behind_end = len(text)
+        if is_first or (start >= 0 and has_end and begins != "inside"):
+            return ReasoningBlock(start, behind_start, end, behind_end)
+        if begins == "inside" or (has_end and begins != "after"):
+            return ReasoningBlock(0, 0, end, behind_end)
         return None
 
     def _marks_in(self, text: str, token_ids: list[int], *flags: bool) -> list[tuple[int, int]]:
-        """Characters [begin, end) of the first end mark, and of the first start mark before it; -1, -1 without one."""
-        found, limit = [(-1, -1), (-1, -1)], len(text)
-        if not (self._are_skipped and flags[:1] == (True,)):
-            for which in (1, 0):
-                at = text.find(self._marks[which], 0, limit)
-                if at >= 0:
-                    found[which], limit = (at, at + len(self._marks[which])), at
-            return found
-        num_ids = len(token_ids)  # the text lacks them: they stand where the texts of the tokens before end
-        for which in (1, 0):
-            mark = self._ids[which]
-            at = next((i for i in range(num_ids - len(mark) + 1) if token_ids[i : i + len(mark)] == mark), -1)
-            if at >= 0:
-                before = (decode_completion(self._tokenizer, token_ids[:n], *flags) for n in (at, at + len(mark)))
-                begin, behind = (min(len(each), len(text)) for each in before)
-                found[which], num_ids = (begin, behind), at
-        return found
+        """Find the characters [begin, end) of the first start mark and of the first end mark; NOWHERE without one.
+
+        A text without special tokens lacks marks of such. They stand where the text of the tokens before them ends.
+        """
+        where: Any = text
+        marks: Any = self._marks
+        place_of: Any = str.find
+        if is_without := self._are_skipped and flags[:1] == (True,):
+            where, marks, place_of = token_ids, self._ids, _place_of
+        end = place_of(where, marks[1])
+        start = place_of(where if end < 0 else where[:end], marks[0])
+
+        def character(n: int) -> int:
+            return min(len(text), len(decode_completion(self._tokenizer, token_ids[:n], *flags))) if is_without else n
+
+        places = zip((start, end), map(len, marks), strict=True)
+        return [(character(n), character(n + size)) if n >= 0 else NOWHERE for n, size in places]
 
 
-@lru_cache(maxsize=8)
-def finder_of(tokenizer: Any, marks: ReasoningMarks) -> ReasoningFinder:
-    """The finder of a tokenizer, made once."""
-    return ReasoningFinder(tokenizer, marks)
+def _place_of(token_ids: list[int], ids: list[int]) -> int:
+    return next((i for i in range(len(token_ids) - len(ids) + 1) if token_ids[i : i + len(ids)] == ids), -1)
+
+
+@lru_cache(maxsize=8)  # tokenizers are compared by identity; tokens may be added to one
+def finder_of(tokenizer: Any, num_tokens: int, marks: ReasoningMarks | None) -> ReasoningFinder:
+    """Make the finder of a tokenizer, once; without marks with the tokenizer's."""
+    return ReasoningFinder(tokenizer, marks or marks_of(tokenizer))

@@ -185,7 +185,7 @@ class CompletionReasoning:
         if (tokenizer := self.tokenizer.tokenizer) is None:
             return None
         flags = self.params.skip_special_tokens, self.params.spaces_between_special_tokens
-        finder = finder_of(tokenizer, self.marks or marks_of(tokenizer))
+        finder = finder_of(tokenizer, len(tokenizer), self.marks)
         return finder.find(self.prompt_ids, text, list(token_ids), *flags)
 
 
