@@ -16,6 +16,7 @@ from nanovllm.validation import (
     Rule,
     at_least,
     check,
+    check_all,
     did_you_mean,
     integer,
     list_of,
@@ -158,6 +159,44 @@ class StructuredOutputsParams(Parameters):
         return next(kind for kind in self.KINDS if getattr(self, kind) not in (None, False))
 
 
+@dataclass
+class RepetitionDetectionParams(Parameters):
+    """A repetition that ends a completion: its last tokens are one pattern, ``min_count`` times in a row.
+
+    Args:
+        max_pattern_size: tokens of the longest pattern; 0 is off.
+        min_pattern_size: tokens of the shortest; 0 is 1.
+        min_count: how often it must stand there; at least 2.
+
+    Raises:
+        RequestError: a value is out of range.
+    """
+
+    max_pattern_size: int = option(0, at_least(0))
+    min_pattern_size: int = option(0, at_least(0))
+    min_count: int = option(0, at_least(0))
+
+    def __post_init__(self) -> None:
+        vars(self).update(check_all(type(self).__name__, vars(self), rules_of(type(self)), RequestError))
+        if self.min_pattern_size > self.max_pattern_size:
+            raise RequestError(
+                f"RepetitionDetectionParams: min_pattern_size={self.min_pattern_size} must be at most "
+                f"max_pattern_size={self.max_pattern_size}."
+            )
+        if self.max_pattern_size and self.min_count < 2:
+            raise RequestError(f"RepetitionDetectionParams: min_count={self.min_count} must be an integer >= 2.")
+
+
+def _is_repetition(value: Any) -> bool:
+    is_object = isinstance(value, dict) and all(isinstance(name, str) for name in value)
+    return is_object or isinstance(value, RepetitionDetectionParams)
+
+
+def _as_repetition(value: Any) -> RepetitionDetectionParams | None:
+    params = RepetitionDetectionParams(**value) if isinstance(value, dict) else replace(value)
+    return params if params.max_pattern_size else None
+
+
 @dataclass(slots=True)
 class SamplingParams(Parameters):
     """Sampling parameters of one request. May be edited; checked when made and again when submitted.
@@ -203,6 +242,9 @@ class SamplingParams(Parameters):
         thinking_token_budget: limit on the tokens of thoughts, those of a thought that the prompt leaves open included.
             Then the tokens of ``LLM(reasoning_end_str=...)`` follow, whatever else is asked for. 0 closes a thought at
             once; None or -1 is no limit. With it, structured outputs begin behind the thoughts.
+        repetition_detection: end the completion where its last tokens are one pattern several times in a row, once
+            it has ``min_tokens`` (stop_reason "repetition_detected"); a ``RepetitionDetectionParams``, or a dict of its
+            fields.
 
     Raises:
         RequestError: a name is unknown or a value out of range.
@@ -240,6 +282,9 @@ class SamplingParams(Parameters):
     )
     logprob_token_ids: list[int] | None = option(None, LOGPROB_TOKEN_IDS)
     thinking_token_budget: int | None = option(None, BUDGET)
+    repetition_detection: RepetitionDetectionParams | dict[str, int] | None = option(
+        None, optional(Rule("a RepetitionDetectionParams, or a dict of its fields", _is_repetition, _as_repetition))
+    )
 
     def __post_init__(self) -> None:
         self.verify()
@@ -290,14 +335,19 @@ class SamplingParams(Parameters):
 
     @property
     def looks_at_tokens(self) -> bool:
-        """Whether the host has a part in its sampling: masks, budgets, stop strings, log-probabilities, functions."""
+        """Whether the host has a part in it: masks, budgets, stops, repetitions, log-probabilities, functions."""
         given = self.allowed_token_ids, self.thinking_token_budget, self.num_logprobs
-        return self.is_constrained or bool(self.stop or self.logits_processors) or given != (None, None, None)
+        return self.is_constrained or bool(self.ends_by_content or self.logits_processors) or given != (None,) * 3
 
     @property
     def num_logprobs(self) -> int | None:
         """Alternatives reported with each token, named or most probable (-1: all); None: no log-probabilities."""
         return self.logprobs if self.logprob_token_ids is None else len(self.logprob_token_ids)
+
+    @property
+    def ends_by_content(self) -> bool:
+        """Whether its tokens as a whole may end it: a stop string, a complete grammar, a repetition."""
+        return bool(self.stop or self.structured_outputs or self.repetition_detection)
 
     @property
     def has_penalties(self) -> bool:

@@ -75,6 +75,7 @@ VALUES = {
         "at most max_tokens=64.": {"min_tokens": [65]},
         "an integer >= 0.": {"min_tokens": [-1]},
         "an integer from 1 to 16384.": {"n": [0, 16385]},
+        "a RepetitionDetectionParams, or a dict of its fields or None.": {"repetition_detection": [3, [5, 3], {1: 2}]},
         "a non-empty string without lone surrogates, or a list of them.": {
             "stop": ["", ["a", ""], [5], "\udfffa"], "bad_words": [[""], ["a", "b\ud912"]]
         },
@@ -159,6 +160,12 @@ TEXTS = {  # the call -> [(what is given, a part of the text)]
         ({"n": 2, "temperature": 0}, "SamplingParams: n=2 must be 1 when temperature is 0 (greedy): all completions "
                                      "would be equal."),
         ({"stop": "a", "detokenize": False}, "stop strings need detokenize=True; give stop_token_ids instead."),
+        ({"repetition_detection": {"max_pattern_size": 3, "min_count": 1}},
+         "RepetitionDetectionParams: min_count=1 must be an integer >= 2."),
+        ({"repetition_detection": {"max_pattern_size": 3, "min_pattern_size": 4, "min_count": 2}},
+         "min_pattern_size=4 must be at most max_pattern_size=3."),
+        ({"repetition_detection": {"max_pattern_size": -1}}, "max_pattern_size=-1 must be an integer >= 0."),
+        ({"repetition_detection": {"max_count": 3}}, "has no parameter 'max_count'. Did you mean 'min_count'?"),
         # a bare TypeError
         ({"temprature": 0.5}, "SamplingParams has no parameter 'temprature'. Did you mean 'temperature'?"),
         ({"use_beam_search": None}, "no parameter 'use_beam_search'. Use LLM.beam_search."),
@@ -292,6 +299,14 @@ TEXTS = {  # the call -> [(what is given, a part of the text)]
         (([[5] * 98], None), "list 0: the prompt has 97 tokens; the KV cache has 6 blocks of 16"),
         *((([[3, 4, 5]] * 2, start), "start") for start in ([1], [1, 1, 1], "1", 1.5, [1, 1.5], [1, None], True)),
     ],
+    "perplexity": [
+        ([[5], [5] * 130], "text 1: the list has 130 token ids; with max_model_len=128 at most 129 can be scored."),
+        ([[5], [600]], "text 1: token id 600 is outside the vocabulary [0, 512)."),
+        ([[5, 6], [5] * 98], "text 1: the prompt has 97 tokens; the KV cache has 6 blocks of 16."),
+        ([[5], [3, 4.0]], f"text 1: {PROMPT_FORM}, not [3, 4.0]."),
+        ("text", "text needs a tokenizer"),
+        (7, "prompts must be a string or a list, not 7."),
+    ],
     "embed": [  # prompts, options
         (([[5], []], {}), "prompt 1: the prompt is empty; it must hold at least one token."),
         (([[5], [5] * 129], {}), "prompt 1: the prompt has 129 tokens; with max_model_len=128 at most 128"),
@@ -326,7 +341,7 @@ FEATURES = {"prompt_logprobs": "readouts.prompt_logprobs", "speculative_config":
             "score": "verbs.scoring", "embed": "verbs.pooling", "classify": "verbs.pooling"}  # fmt: skip
 for name in (name for name, feature in FEATURES.items() if not has_feature(feature)):
     CASES = [case for case in CASES if name not in repr(case)]
-ENGINE_CALLS = ("generate", "score", "embed", "classify", "chat")
+ENGINE_CALLS = ("generate", "score", "perplexity", "embed", "classify", "chat")
 ERRORS = {
     "LLM": ConfigError, "ranks": ConfigError, "config.json": CheckpointError, "published": CheckpointError,
     "a rule": KeyError,
@@ -349,6 +364,8 @@ def make_call(call, given, model, llm):
         llm.chat(given, use_tqdm=False)
     elif call == "score":
         llm.score(given[0], start=given[1])
+    elif call == "perplexity":
+        llm.perplexity(given)
     elif call == "embed":
         llm.embed(given[0], **given[1])
     elif call == "classify":

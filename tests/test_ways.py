@@ -166,6 +166,12 @@ def random_mix(rng):
 
 
 FEATURES |= {f"mix {i}": random_mix(random.Random(i)) for i in range(12)}
+FEATURES |= {
+    "repetition": {**GREEDY, "repetition_detection": {"max_pattern_size": 4, "min_count": 2}, "prompt": "count to 50",
+                   "max_tokens": 48, "logprobs": 1},
+    "repetition, n": {"n": 3, "allowed_token_ids": [20, 21, 22], "min_tokens": 6, "max_tokens": 30,
+                      "repetition_detection": {"max_pattern_size": 3, "min_pattern_size": 2, "min_count": 3}},
+}  # fmt: skip
 if find_spec("llguidance") is None:  # on a GPU machine without it
     FEATURES = {name: row for name, row in FEATURES.items() if "structured_outputs" not in row}
 
@@ -178,6 +184,8 @@ def check_is_legal(output, params):
         reason = completion.stop_reason
         if completion.finish_reason == "length":
             assert len(completion.token_ids) == params.max_tokens and reason is None
+        elif reason == "repetition_detected":
+            assert completion.finish_reason == "stop" and params.repetition_detection is not None
         elif isinstance(reason, str):
             assert completion.finish_reason == "stop" and reason in params.stop
             assert completion.text.endswith(reason) or not params.include_stop_str_in_output
@@ -505,7 +513,8 @@ def test_way(name, way, device, model):
 
 ACTING = ("top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias",
           "allowed_token_ids", "bad_words", "stop", "stop_token_ids", "structured_outputs",
-          "logits_processors", "thinking_token_budget")  # fmt: skip
+          "logits_processors", "thinking_token_budget",
+          "repetition_detection")  # fmt: skip
 # too weak to change these few tokens of the demo model; others with the same parameters do
 WEAK = {"n, penalties", "stop tokens later"} | {
     f"step: {name}" for name in ("below 1", "bias", "filters", "frequency", "greedy", "min_tokens", "repetition")
@@ -530,7 +539,7 @@ def test_every_feature_acts(model):
             if differs != acts and params.ignore_eos and not name.startswith(("mix", "truncated")) and name not in WEAK:
                 wrong.add(name)
             check_is_legal(outputs[name], params)
-            if name.startswith("stop string") and acts:
+            if name.startswith(("stop string", "repetition")) and acts:
                 wrong |= {name} if all(c.stop_reason is None for c in outputs[name].outputs) else set()
     assert not wrong, "|".join(sorted(wrong))
 

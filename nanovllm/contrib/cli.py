@@ -28,6 +28,7 @@ EXAMPLES = {  # of options that are JSON
     "stop_token_ids": "[198, 271]", "allowed_token_ids": "[15, 16]", "logprob_token_ids": "[15, 16]",
     "logit_bias": '{"198": -5.5}', "structured_outputs": '{"regex": "[0-9]+"}',
     "speculative_config": '{"method": "ngram"}',
+    "repetition_detection": '{"max_pattern_size": 32, "min_count": 4}',
 }  # fmt: skip
 ABOUT = """Complete every row of IN and write a row to OUT as soon as it is finished, in the order of completion.
 Stopped at any moment (Ctrl-C, SIGKILL, power) and started again with the same command, it goes on: every row is there

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from nanovllm.engine.text.reasoning import THINK, ReasoningMarks
 from nanovllm.errors import RequestError
 
-MARKS = "<think>", "</think>"  # of most models
 NO_MARKS = (
     "thinking_token_budget needs the marks around this model's thoughts: its tokenizer has no tokens {} and {}. Give "
     "LLM(reasoning_start_str=..., reasoning_end_str=...)."
@@ -35,18 +35,14 @@ class Marks(NamedTuple):
     @classmethod
     def of(cls, tokenizer: Any, start: str | None, end: str | None, vocab_size: int) -> "Marks":
         """From an engine's options. Raises RequestError where these are None and the tokenizer has not the usual ones.
-
-        The mark alone begins at the last bracket of the kind that ``start`` begins with.
         """
-        given, texts = (start, end), (start or MARKS[0], end or MARKS[1])
-        bracket = texts[0].strip()[:1]
-        place = -1 if bracket.isalnum() else texts[1].rfind(bracket)
-        alone = texts[1][place:].strip() if place >= 0 else texts[1]
+        given, texts = (start, end), (start or THINK.start, end or THINK.end)
+        alone = ReasoningMarks.alone(start, end).end
         start_ids, end_ids, alone_ids = (
             tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (*texts, alone)
         )
         if any(option is None and len(ids) > 1 for option, ids in zip(given, (start_ids, end_ids), strict=True)):
-            raise RequestError(NO_MARKS.format(*map(repr, MARKS)))
+            raise RequestError(NO_MARKS.format(*map(repr, THINK)))
         for text, ids in zip(texts, (start_ids, end_ids), strict=True):
             if not ids or max(ids) >= vocab_size:
                 raise RequestError(f"thinking_token_budget: the model has no tokens for the mark {text!r:.100}.")

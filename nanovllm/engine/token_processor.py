@@ -1,4 +1,4 @@
-"""Token processors: stop strings, log-probabilities, grammars, thoughts and logits processors, token by token.
+"""Token processors: stop strings, repetitions, log-probabilities, grammars, thoughts, logits processors.
 
 Plain requests have no ``TokenProcessor``, and cost a step nothing.
 """
@@ -15,8 +15,10 @@ import numpy as np
 
 from nanovllm.config import Config
 from nanovllm.core import Sequence, SequenceStatus
+from nanovllm.engine.repetition import REPETITION_DETECTED, RepetitionDetector
 from nanovllm.engine.structured_outputs.token_masks import BadWords, Grammar, GrammarCompiler, mask_of, mask_of_all
 from nanovllm.engine.text.detokenizer import special_tokens
+from nanovllm.engine.text.reasoning import ReasoningMarks
 from nanovllm.engine.text.stop_strings import StopStrings
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.engine.thinking import Marks, Thinking
@@ -42,17 +44,19 @@ class TokenProcessor:
     """
 
     def __init__(self, seq: Sequence, stop: StopStrings | None, texts: Texts | None = None,
-                 grammar: Grammar | None = None, bad_words: BadWords | None = None, thinking: Thinking | None = None):
+                 grammar: Grammar | None = None, bad_words: BadWords | None = None, thinking: Thinking | None = None,
+                 repetition: RepetitionDetector | None = None):
         self.seq, self.grammar, self.bad_words, self.thinking = seq, grammar, bad_words, thinking
         self._functions: list[Callable[[Any], Any]] | None = None  # its logits processors, once they are called
         self._stop, self._texts, self._num_logprobs = stop, texts, seq.sampling_params.num_logprobs
+        self._repetition = repetition
         self._rows: list[np.ndarray] = []  # of each token, packed; see ``utils/packed_logprobs.py``
         self._totals = [0.0]  # sums of the log-probabilities of the first 0, 1, ... tokens
         self.stop_text: str | None = None
 
     def update(self, token_id: int, logprobs: np.ndarray | None) -> bool:
-        """Take in the next token and the packed row of its log-probabilities. Whether it completes a stop string, or
-        the grammar fails; then the sequence is marked as ended.
+        """Take in the next token and the packed row of its log-probabilities. Whether it completes a stop string or
+        a repetition, or the grammar fails; then the sequence is marked as ended.
         """
         seq = self.seq
         if seq.finish_reason == "error":  # no token could be sampled
@@ -71,9 +75,12 @@ class TokenProcessor:
         if error is not None:
             self.fail(error)
             return True
-        found = None if self._stop is None else self._stop.update(token_id)
+        found: tuple[str, str | None] | None = None if self._stop is None else self._stop.update(token_id)
         if found is None:
-            return False
+            is_repetition = self._repetition is not None and self._repetition.update(token_id)
+            if not is_repetition or seq.finish_reason is not None:  # "length" goes before, as in vLLM
+                return False
+            found = REPETITION_DETECTED, None
         seq.stop_reason, self.stop_text = found
         was_finished, seq.finish_reason = seq.finish_reason is not None, "stop"
         return not was_finished
@@ -133,6 +140,8 @@ class TokenProcessors:
     def __init__(self, config: Config, tokenizer: AsyncTokenizer, eos_token_ids: tuple[int, ...]):
         self._config, self._vocab_size = config, config.model_config.vocab_size
         self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
+        if config.reasoning_start_str or config.reasoning_end_str:
+            tokenizer.reasoning_marks = ReasoningMarks.alone(config.reasoning_start_str, config.reasoning_end_str)
         self._allowed: dict[bytes, np.ndarray] = {}
         self._has_warned = False
         self._thread_inside: int | None = None  # that is inside a logits processor
@@ -145,14 +154,15 @@ class TokenProcessors:
             if key not in self._allowed:  # one is kept: usually all requests have the same
                 self._allowed = {key: mask_of(params.allowed_token_ids, self._vocab_size)}
             seq.allowed_mask = self._allowed[key]
-        if not (params.stop or params.num_logprobs is not None or params.is_constrained or params.logits_processors
-                or params.thinking_token_budget is not None):  # fmt: skip
+        if not (params.ends_by_content or params.num_logprobs is not None or params.is_constrained
+                or params.logits_processors or params.thinking_token_budget is not None):  # fmt: skip
             return None
         stop, grammar, bad_words, marks = self._parts(params)
         texts = self._tokenizer.texts if params.num_logprobs is not None and params.detokenize else None
         prompt = seq.tokens(0, seq.num_prompt_tokens)
         thinking = None if marks is None else Thinking(marks, params.thinking_token_budget or 0, prompt)
-        return TokenProcessor(seq, stop, texts, grammar, bad_words, thinking)
+        repetition = RepetitionDetector(params, self._config.max_model_len) if params.repetition_detection else None
+        return TokenProcessor(seq, stop, texts, grammar, bad_words, thinking, repetition)
 
     def process_logits(self, processor: TokenProcessor, logits: Any) -> bool:
         """Call a sequence's logits processors; see ``TokenProcessor.process_logits``."""

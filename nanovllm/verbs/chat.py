@@ -7,6 +7,7 @@ from typing import Any
 from nanovllm.engine.input_processor import Params
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.text.prompts import Prompt, as_list
+from nanovllm.engine.text.reasoning import ReasoningMarks
 from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import DEFAULTS as SAMPLING_DEFAULTS
@@ -82,6 +83,24 @@ class Chat(LLMEngine):
     def set_tokenizer(self, tokenizer: Any) -> None:
         """Use another tokenizer of the same vocabulary from now on."""
         self._tokenizer.replace(tokenizer)
+
+    @property
+    def reasoning_marks(self) -> ReasoningMarks:
+        """The texts around the model's thinking, where outputs are split into ``reasoning`` and ``content``.
+
+        By default a pair that the tokenizer has tokens for, or ``<think>`` and ``</think>``; another pair may be set.
+        """
+        return self._tokenizer.reasoning_marks
+
+    @reasoning_marks.setter
+    def reasoning_marks(self, marks: ListLike[str] | None) -> None:
+        is_pair = isinstance(marks, (tuple, list)) and len(marks) == 2 and all(isinstance(m, str) and m for m in marks)
+        if marks is not None and not is_pair:
+            raise RequestError(
+                'reasoning_marks must be two non-empty strings, such as ("<think>", "</think>"), or None for the '
+                f"tokenizer's, not {marks!r:.100}."
+            )
+        self._tokenizer.reasoning_marks = None if marks is None else ReasoningMarks(*marks)
 
     def apply_chat_template(self, conversation: Conversation, **options: Any) -> str:
         """A conversation as text. ``options``: variables of the template, and ``tools``, ``chat_template``,

@@ -56,6 +56,7 @@ SOURCES = {
         "current_platform load_chat_template destroy_model_parallel=cleanup_dist_env_and_memory "
         "destroy_distributed_environment=cleanup_dist_env_and_memory",
     ".pooling": "PoolingParams PoolerConfig PoolingOutput",
+    "nanovllm.sampling_params": "RepetitionDetectionParams",
     "nanovllm.outputs": "RequestOutput CompletionOutput Logprob PoolingRequestOutput EmbeddingOutput "
         "ClassificationOutput ScoringOutput EmbeddingRequestOutput=PoolingRequestOutput "
         "ClassificationRequestOutput=PoolingRequestOutput ScoringRequestOutput=PoolingRequestOutput",
@@ -73,7 +74,7 @@ UNSUPPORTED = """EngineClient EmbedsPrompt KVTransferConfig KVEventsConfig Specu
     VllmConfig ModelConfig CacheConfig LoRAConfig ParallelConfig SchedulerConfig ModelRegistry PyNcclCommunicator
     StatelessProcessGroup WorkerWrapperBase GPUModelRunner Executor initialize_ray_cluster StatLoggerBase
     MultiModalDataDict ImagePrompt ImageAsset AudioAsset VideoAsset fetch_image fetch_video fetch_audio
-    encode_image_base64 encode_image_url encode_audio_base64 encode_video_base64 RepetitionDetectionParams
+    encode_image_base64 encode_image_url encode_audio_base64 encode_video_base64
     RequestMetrics RequestStateStats GroupCoordinator PromptAdapterRequest SamplingType get_ip
     get_distributed_init_method get_tensor_model_parallel_rank get_config get_model get_model_loader
     default_weight_loader WeightTransferInitRequest WeightTransferUpdateRequest NCCLWeightTransferEngine

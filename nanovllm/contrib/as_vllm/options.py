@@ -34,7 +34,7 @@ OWN: dict[str, Any] = {
     "override_generation_config": None, "worker_extension_cls": "", "enable_sleep_mode": False, "profiler_config": None,
     "enable_lora": False, "logits_processors": None, "worker_cls": "auto", "pooler_config": None,
     "override_pooler_config": None, "mamba_ssm_cache_dtype": "auto", "speculative_config": None, "chat_template": None,
-    "kv_cache_memory_bytes": None, "reasoning_config": None,
+    "kv_cache_memory_bytes": None, "reasoning_config": None, "reasoning_parser": "",
 }  # fmt: skip
 # options of their own -> those of speculative_config; the latter four are of versions before vLLM 0.9
 SPEC_NAMES = {
@@ -90,7 +90,7 @@ UNSET = """served_model_name swap_space enable_chunked_prefill max_num_partial_p
     max_seq_len_to_capture cuda_graph_sizes compilation_config optimization_level ignore_patterns
     safetensors_load_strategy tokenizer_pool_size tokenizer_pool_type tokenizer_pool_extra_config max_lora_rank
     max_loras max_cpu_loras lora_extra_vocab_size lora_dtype limit_mm_per_prompt mm_processor_cache_gb
-    allowed_local_media_path allowed_media_domains guided_decoding_backend structured_outputs_config reasoning_parser
+    allowed_local_media_path allowed_media_domains guided_decoding_backend structured_outputs_config
     mamba_block_size mamba_cache_mode
     collect_detailed_traces otlp_traces_endpoint show_hidden_metrics_for_version data_parallel_backend
     max_context_len_to_capture max_log_len log_level logging_config log_config_file watchdog_config shutdown_timeout
@@ -116,6 +116,12 @@ UNSET = """served_model_name swap_space enable_chunked_prefill max_num_partial_p
 HINTS = {name: value for value, names in ((True, ON), (False, OFF), (None, UNSET)) for name in names.split()}
 FIRST = {name: values[0] for name, values in NEUTRAL.items()}
 DEFAULTS: dict[str, Any] = {**OWN, **PASSED, **dict.fromkeys(SPEC_NAMES), **FIRST, **HINTS}
+# of thinking, at the marks that the tokenizer has tokens for, or else at <think> and </think>
+PARSERS = """deepseek_r1 deepseek_v3 ernie45 glm45 glm47 holo2 hunyuan_a13b hy_v3 mimo minimax_m2 mistral nemotron_v3
+    olmo3 openai_gptoss qwen3 seed_oss step3 step3p5"""
+MARKS: dict[str, tuple[str, str] | None] = {
+    **dict.fromkeys(PARSERS.split()), "granite": ("Here is my thought process:", "Here is my response:"),
+}  # fmt: skip
 PUBLISHED = ("compressed-tensors", "modelopt", "mxfp4")  # a checkpoint's own; "fp8" is also nanovllm's option
 
 
@@ -128,6 +134,8 @@ def check(keywords: dict[str, Any]) -> None:
         if name in NEUTRAL and value not in NEUTRAL[name] and not is_the_models:
             allowed = " or ".join(map(repr, NEUTRAL[name]))
             raise ConfigError(f"LLM: {name}={value!r:.200} is not supported; nanovllm allows {allowed}.")
+    if (parser := keywords.get("reasoning_parser")) and str(parser) not in MARKS:
+        raise ConfigError(f"LLM: reasoning_parser={parser!r:.100} is not supported; allowed are {', '.join(MARKS)}.")
     speculative_config(keywords)
     reasoning_config(keywords)
 
@@ -241,6 +249,8 @@ def start(model: str, keywords: dict[str, Any]) -> LLM:
     if is_default := max_model_len in (None, -1, "auto"):
         max_model_len = config_of(path).model_config.max_position_embeddings
     llm = LLM(model, max_model_len=max_model_len, **to_nanovllm({**keywords, "model": model}))
+    if parser := keywords.get("reasoning_parser"):
+        llm.reasoning_marks = MARKS[parser]
     if overlay is not None:
         weakref.finalize(llm, overlay.cleanup)
     capacity = llm.model_runner.num_kvcache_blocks * llm.config.kvcache_block_size

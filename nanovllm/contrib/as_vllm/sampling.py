@@ -48,7 +48,7 @@ class StructuredOutputsParams(core.StructuredOutputsParams):
 
 # fields that nanovllm lacks: the values at which they change nothing, the default first
 NEUTRAL: dict[str, tuple] = {
-    "repetition_detection": (None,), "best_of": (None, 1),
+    "best_of": (None, 1),
     "use_beam_search": (False,), "length_penalty": (1.0,), "early_stopping": (False,),
     "watermarking": (None, False), "prompt_logprob_token_ids": (None, []), "prompt_logprob_start": (None, 0),
     "trace_decode_token_ids": (None, []), "routed_experts_prompt_start": (0, None),

@@ -29,8 +29,8 @@ with suppress(ImportError):  # Windows
     import fcntl
 
 PART_ROWS, PART_SECONDS = 10_000, 60.0  # a part of parquet is written when either is reached
-ANSWER_COLUMNS = ("text", "finish_reason", "stop_reason", "prompt_tokens", "completion_tokens", "outputs",
-                  "prompt_logprobs", "response", "error")  # of parquet
+ANSWER_COLUMNS = ("text", "reasoning", "content", "finish_reason", "stop_reason", "prompt_tokens", "completion_tokens",
+                  "outputs", "prompt_logprobs", "response", "error")  # of parquet
 ANNOTATIONS = {"title", "description", "default", "examples", "$comment"}  # of a JSON schema: they allow all values
 CHUNK = 1 << 18  # bytes
 Values = dict[str, Any] | RequestError  # of a row, or why it cannot be read

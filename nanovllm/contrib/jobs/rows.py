@@ -169,19 +169,24 @@ def record_of(row: Row, output: RequestOutput, params: SamplingParams, model: st
               "completion_tokens": sum(len(o.token_ids) for o in output.outputs)}  # fmt: skip
     if row.is_openai:
         return openai_record(row, output, counts, params, model)
-    record: dict[str, Any] = {"custom_id": row.key, row.name: row.key, "text": first.text,
+    record: dict[str, Any] = {"custom_id": row.key, row.name: row.key, "text": first.text, **split_of(first),
                               "finish_reason": first.finish_reason, "stop_reason": first.stop_reason,
                               **counts}  # fmt: skip
     if params.n > 1 or params.num_logprobs is not None or not params.detokenize:
         names = ("text", "finish_reason", "stop_reason", "token_ids")
         record["outputs"] = [
-            {**{name: getattr(o, name) for name in names}, "logprobs": plain_logprobs(o.logprobs),
+            {**{name: getattr(o, name) for name in names}, **split_of(o), "logprobs": plain_logprobs(o.logprobs),
              "cumulative_logprob": None if o.cumulative_logprob == -math.inf else o.cumulative_logprob}
             for o in output.outputs
         ]  # fmt: skip
     if params.prompt_logprobs is not None:
         record["prompt_logprobs"] = plain_logprobs(output.prompt_logprobs)
     return {**record, "error": None}
+
+
+def split_of(output: CompletionOutput) -> dict[str, str]:
+    """Where a model has thought, the two parts of its text."""
+    return {} if output.reasoning is None else {"reasoning": output.reasoning, "content": output.content}
 
 
 def error_record(row: Row, error: Exception) -> dict[str, Any]:

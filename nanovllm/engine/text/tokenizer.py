@@ -9,16 +9,20 @@ import re
 from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
-from typing import Any
+from typing import Any, TypeVar
 
 from nanovllm.engine.text.detokenizer import decode, decode_completion, decode_tokens
 from nanovllm.engine.text.fast_tokenizer import FastTokenizer, load_fast
+from nanovllm.engine.text.reasoning import THINK, ReasoningMarks, finder_of, marks_of
 from nanovllm.errors import CheckpointError, RequestError
+from nanovllm.outputs import ReasoningBlock
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.time_limit import TimeLimitError, time_limit
 
+T = TypeVar("T")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 TEMPLATE_SECONDS = 20.0  # for one conversation; most take a millisecond
 MAX_CHARACTERS = 100_000_000  # of a text: a minute of tokenizing, and more tokens than any context
@@ -38,8 +42,8 @@ class AsyncTokenizer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-tokenizer")
         self._loading: Future | None = None
         self._source = model_path, trust_remote_code
-        self._no_text: Future[str] = Future()  # one for all: making one takes as long as the rest of an output
-        self._no_text.set_result("")
+        self._marks: ReasoningMarks | None = None  # the user's
+        self._no_text = done("")  # one for all: making one takes as long as the rest of an output
         if not skip:
             if not any((Path(model_path) / name).exists() for name in TOKENIZER_FILES):
                 raise CheckpointError(
@@ -142,6 +146,19 @@ class AsyncTokenizer:
     def _decode(self, token_ids: list[int], skip_special_tokens: bool, spaces_between: bool) -> str:
         return decode_completion(self.tokenizer, token_ids, skip_special_tokens, spaces_between)
 
+    @property
+    def reasoning_marks(self) -> ReasoningMarks:
+        """Two texts that enclose the model's thinking: the user's, or a pair that the tokenizer has tokens for."""
+        return self._marks or (THINK if self.tokenizer is None else marks_of(self.tokenizer))
+
+    @reasoning_marks.setter
+    def reasoning_marks(self, marks: ReasoningMarks | None) -> None:
+        self._marks = marks
+
+    def reasoning_finder(self, prompt_ids: Any, params: SamplingParams) -> "CompletionReasoning":
+        """Make the finder of the thinking in completions of a prompt, integers [num_prompt_tokens]."""
+        return CompletionReasoning(self, self._marks, prompt_ids, params)
+
     def texts(self, token_ids: Iterable[int]) -> dict[int, str]:
         """The text of each id, decoded alone; {} without a tokenizer."""
         distinct, tokenizer = sorted(set(token_ids)), self.tokenizer
@@ -149,11 +166,34 @@ class AsyncTokenizer:
 
     def replace(self, tokenizer: Any) -> None:
         """Use this tokenizer from now on."""
-        self._loading = Future()
-        self._loading.set_result(tokenizer)
+        self._loading = done(tokenizer)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass(slots=True)
+class CompletionReasoning:
+    """Finds the thinking in completions of one prompt; one small object for all of them, since most never ask."""
+
+    tokenizer: AsyncTokenizer
+    marks: ReasoningMarks | None
+    prompt_ids: Any
+    params: SamplingParams
+
+    def __call__(self, text: str, token_ids: ListLike[int]) -> ReasoningBlock | None:
+        if (tokenizer := self.tokenizer.tokenizer) is None:
+            return None
+        flags = self.params.skip_special_tokens, self.params.spaces_between_special_tokens
+        finder = finder_of(tokenizer, len(tokenizer), self.marks)
+        return finder.find(self.prompt_ids, text, list(token_ids), *flags)
+
+
+def done(result: T) -> "Future[T]":
+    """A future that has its result."""
+    future: Future[T] = Future()
+    future.set_result(result)
+    return future
 
 
 def _load(model_path: str, trust_remote_code: bool) -> Any:

@@ -26,6 +26,8 @@ with pytest.raises(ValueError, match=r"quantization='awq' must be None or 'fp8'\
     LLM(model=sys.argv[1], quantization="awq")
 with pytest.raises(ValueError, match=r"no option 'quantisation'\. Did you mean 'quantization'\?"):
     LLM(model=sys.argv[1], quantisation=None)
+with pytest.raises(ValueError, match=r"reasoning_parser='qwen4' is not supported; allowed are deepseek_r1, "):
+    LLM(model=sys.argv[1], reasoning_parser="qwen4")
 with pytest.raises(ValueError, match=r"pipeline_parallel_size=2 is not supported; nanovllm allows 1\."):
     LLM(model=sys.argv[1], pipeline_parallel_size=2)
 for keywords, said in [
