@@ -48,11 +48,7 @@ class Scoring(LLMEngine):
             requests = make_scoring(self._inputs, lists, starts)
             return collect(self, requests, scored, use_tqdm, desc="Scoring")
 
-
-def scored(request: Request) -> Score:
-    return cast(PromptLogprobs, request.readout).score()
-
-    def perplexity(self, texts: Prompt | ListLike[Prompt], use_tqdm: bool | Callable = False) -> list[float]:
+    def perplexity(self, texts: Prompt | ListLike[Prompt], use_tqdm: bool | Callable = True) -> list[float]:
         """Compute the perplexity of one text or many: exp of the mean negative log-probability of its tokens.
 
         Each token counts that has one before it, in natural logarithms, as in transformers' loss. The first has none:
@@ -63,6 +59,7 @@ def scored(request: Request) -> Score:
         Args:
             texts: as prompts of ``generate``, of at most ``max_model_len + 1`` tokens each. They are tokenized while
                 the device works on those before, and only a window of them is held as tokens.
+            use_tqdm: as in ``generate``.
 
         Raises:
             RequestError: a text can never be scored; the others of this call are dropped.
@@ -71,8 +68,15 @@ def scored(request: Request) -> Score:
         with Guard(self):
             self._require_ready()
             requests = make_perplexity(self._inputs, prompts)
-            return collect(self, [], lambda request: cast(PromptLogprobs, request.readout).perplexity(), use_tqdm,
-                           requests, len(prompts))  # fmt: skip
+            return collect(self, [], perplexity_of, use_tqdm, requests, len(prompts), desc="Scoring")
+
+
+def scored(request: Request) -> Score:
+    return cast(PromptLogprobs, request.readout).score()
+
+
+def perplexity_of(request: Request) -> float:
+    return cast(PromptLogprobs, request.readout).perplexity()
 
 
 def make_perplexity(inputs: InputProcessor, texts: ListLike[Prompt]) -> Iterator[Request]:
