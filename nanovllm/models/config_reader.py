@@ -211,7 +211,11 @@ def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
             raw[names[0]] = next((raw[name] for name in names if raw.get(name) is not None), None)
         raw["moe_intermediate_size"] = raw.get("moe_intermediate_size") or raw.get("intermediate_size")
         raw["intermediate_size"] = raw.get("intermediate_size") or raw["moe_intermediate_size"]  # without dense layers
-    for switch, neutral in SWITCHES.items():
+    switches = {
+        **({} if family.experts else dict.fromkeys(MOE_NAMES[0], (0, 1))),
+        **({} if family.recurrent else dict.fromkeys(DELTA_RULES, ())), **SWITCHES,
+    }  # fmt: skip
+    for switch, neutral in switches.items():
         value = raw.get(switch)
         is_off = switch == "sliding_window" and raw.get("use_sliding_window") is False
         if switch not in family.reads and value not in (None, *neutral) and not is_off:
