@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.text.prompts import Prompt, split_prompt
 from nanovllm.errors import CheckpointError
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checkpoint import folder_within, read_json
 from nanovllm.validation import BOOLEAN, Rule, at_least, by_field, check_all, optional
 
@@ -34,7 +35,8 @@ class Texts(NamedTuple):
         """As ``InputProcessor.encode``."""
         if not any(self):
             return inputs.encode(prompts, first)
-        encoded = inputs.encode([self._written(prompt) for prompt in prompts], first)
+        cut = SamplingParams(truncate_prompt_tokens=self.max_tokens)
+        encoded = inputs.encode([self._written(prompt) for prompt in prompts], first, cut)
         are_texts = [split_prompt(prompt)[1] is None for prompt in prompts]
         special = inputs.encode([""])[0][1] if self.max_tokens and any(are_texts) else []
         return [(text, self._cut(ids, special) if is_text else ids)

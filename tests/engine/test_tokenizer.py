@@ -12,6 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm import LLM, CheckpointError, RequestError, SamplingParams
+from nanovllm.engine.text import tokenizer
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
@@ -122,6 +123,24 @@ def test_text_that_is_not_unicode(demo):
     for use in (demo.generate, demo.add_request):
         with pytest.raises(RequestError, match="^" + re.escape(text)):
             use(bad)
+    assert demo.is_finished()
+
+
+def test_texts_that_are_too_long_are_not_tokenized(demo, monkeypatch):
+    """80 MB took 14 GB and a minute before they were refused."""
+    monkeypatch.setattr(tokenizer, "LONG", 1000)
+    long, cut = "word " * 20_000, SamplingParams(max_tokens=1, truncate_prompt_tokens=4)
+    assert len(demo.tokenize([long])[0]) == len(demo.tokenize([long], True, cut)[0]) > 4096
+    assert len(demo.generate(["a", long], [NONE, cut], use_tqdm=False)[1].prompt_token_ids) == 4
+    text = "the text has 100,000 characters, which are at least 7,692 tokens; at most max_model_len=4096 fit. Shorten"
+    for use in (demo.add_request, demo.submit, demo.embed, lambda x: next(demo.stream(x)), lambda x: demo.rerank(
+            "hi", [x], template="{document}", tokens=("1", "2")), lambda x: demo.tokenize([x], sampling_params=NONE)):
+        with refuses(text):
+            use(long)
+    with refuses(f"prompt 1: {text}"):
+        demo.generate(["a", long], NONE, use_tqdm=False)
+    with refuses("the text has 100,"):
+        demo.chat([{"role": "user", "content": long}], NONE, use_tqdm=False)
     assert demo.is_finished()
 
 

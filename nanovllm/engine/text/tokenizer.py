@@ -15,6 +15,7 @@ from typing import Any
 
 from nanovllm.engine.text.detokenizer import decode, decode_completion, decode_tokens
 from nanovllm.engine.text.fast_tokenizer import FastTokenizer, load_fast
+from nanovllm.engine.text.lengths import LONG, Lengths
 from nanovllm.errors import CheckpointError, RequestError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.time_limit import TimeLimitError, time_limit
@@ -40,6 +41,7 @@ class AsyncTokenizer:
         self._source = model_path, trust_remote_code
         self._no_text: Future[str] = Future()  # one for all: making one takes as long as the rest of an output
         self._no_text.set_result("")
+        self._lengths = Lengths()
         if not skip:
             if not any((Path(model_path) / name).exists() for name in TOKENIZER_FILES):
                 raise CheckpointError(
@@ -72,11 +74,12 @@ class AsyncTokenizer:
         return [] if eos is None else [eos]
 
     def encode(self, texts: ListLike[str | None], add_special_tokens: bool = True,
-               first: int = 0) -> list[list[int]]:
+               first: int = 0, max_tokens: int | None = None) -> list[list[int]]:
         """The token ids of each text; None, a prompt given as token ids, is left out. ``first``: its index, for errors.
 
         Raises:
-            RequestError: there is no tokenizer, or a text cannot be encoded; of several it says which one.
+            RequestError: there is no tokenizer, or a text cannot be encoded, or is so long that it must have more than
+                ``max_tokens``; of several it says which one.
         """
         given = [text for text in texts if text is not None]
         if not given:
@@ -86,6 +89,8 @@ class AsyncTokenizer:
             which = f"prompt {i}: " if first + len(texts) > 1 else ""
             if text and len(text) > MAX_CHARACTERS:
                 raise RequestError(f"{which}the text has {len(text):,} characters; allowed are {MAX_CHARACTERS:,}.")
+            if text and max_tokens is not None and len(text) > LONG:
+                self._lengths.check(which, text, max_tokens, tokenizer)
             try:
                 (text or "").encode()
             except UnicodeEncodeError as error:
@@ -154,6 +159,13 @@ class AsyncTokenizer:
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def longest_text(params: Any, max_model_len: int) -> int | None:
+    """The most tokens of a text with these parameters, one or a list; None: they cut texts, of any length."""
+    every = params if isinstance(params, (list, tuple)) else [params]
+    is_cut = any(getattr(each, "truncate_prompt_tokens", None) is not None for each in every)
+    return None if is_cut else max_model_len
 
 
 def _load(model_path: str, trust_remote_code: bool) -> Any:
