@@ -83,7 +83,7 @@ def characters_per_token(backend: Any) -> tuple[int, int, bool] | None:
 
 
 def _steps(step: dict | None, inner: str) -> list[dict]:
-    """A normalizer or pre-tokenizer, or those of a sequence, which may be nested."""
+    """A normalizer or pre-tokenizer as a list: of the steps of a sequence, which may be nested."""
     if step is None or step["type"] != "Sequence":
         return [step] if step else []
     return [each for part in step[inner] for each in _steps(part, inner)]
