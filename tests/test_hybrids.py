@@ -54,7 +54,7 @@ def test_logits(case, checkpoint, make_llm):
 
 
 def test_the_next_turn_of_a_chat(checkpoint, make_llm):
-    """Finds the whole blocks of its prompt, as the guide says: without a snapshot it found 0 of 227 tokens."""
+    """It finds the whole blocks of its prompt, as the guide says; of 256 tokens, the default, there are none."""
     llm = make_llm(model=checkpoint("qwen3.5")[0], **OPTIONS)
     (answer,) = generate(llm, [IDS[:200]], greedy(20))
     (output,) = llm.generate([IDS[:200] + answer + IDS[:9]], greedy(1), use_tqdm=False)

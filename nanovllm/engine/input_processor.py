@@ -14,7 +14,7 @@ from nanovllm.core import Sequence
 from nanovllm.engine.checks import Checks
 from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.text.prompts import Prompt, as_list, as_token_ids, split_prompt
-from nanovllm.engine.text.tokenizer import AsyncTokenizer, longest_text
+from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.engine.token_processor import TokenProcessors
 from nanovllm.engine.variants import READOUTS
 from nanovllm.errors import RequestError
@@ -55,7 +55,7 @@ class InputProcessor:
         texts = [text if ids is None else None for text, ids in split]
         if not any(text is not None for text in texts):
             return split
-        encoded = iter(self._tokenizer.encode(texts, True, first, longest_text(params, self.config.max_model_len)))
+        encoded = iter(self._tokenizer.encode(texts, True, first, (params, self.config.max_model_len)))
         return [(text, next(encoded) if ids is None and text is not None else ids) for text, ids in split]
 
     def make(self, prompt: Prompt, params: SamplingParams, index: int = 0) -> Request:

@@ -19,7 +19,7 @@ from nanovllm.engine.structured_outputs.token_masks import BadWords, Grammar, Gr
 from nanovllm.engine.text.detokenizer import special_tokens
 from nanovllm.engine.text.stop_strings import StopStrings
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
-from nanovllm.errors import EngineError, RequestError
+from nanovllm.errors import EngineError, RequestError, as_request_error
 from nanovllm.outputs import LogprobsAt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.packed_logprobs import Texts, logprobs_at, trimmed
@@ -69,11 +69,15 @@ class TokenProcessor:
         if error is not None:
             self.fail(error)
             return True
-        found = None if self._stop is None else self._stop.update(token_id)
+        was_finished = seq.finish_reason is not None
+        try:
+            found = None if self._stop is None else self._stop.update(token_id)
+        except RequestError as failure:  # of the tokenizer
+            self.fail(failure)
+            return not was_finished
         if found is None:
             return False
-        seq.stop_reason, self.stop_text = found
-        was_finished, seq.finish_reason = seq.finish_reason is not None, "stop"
+        (seq.stop_reason, self.stop_text), seq.finish_reason = found, "stop"
         return not was_finished
 
     def process_logits(self, logits: Any) -> bool:
@@ -158,7 +162,9 @@ class TokenProcessors:
 
     def check(self, params: SamplingParams) -> None:
         """Raise RequestError where a part of a processor lacks a tokenizer, or the grammar is wrong."""
-        self._parts(params)
+        if (error := error_of(self._parts, params)) is not None:
+            refused = as_request_error(error)
+            raise refused from refused.__cause__
         if params.stop and params.skip_special_tokens and not self._has_warned:
             tokenizer = self._required("stop")
             special = special_tokens(tokenizer, len(tokenizer)).items()

@@ -7,7 +7,6 @@ from typing import Any
 from nanovllm.engine.input_processor import Params
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.text.prompts import Prompt, as_list
-from nanovllm.engine.text.tokenizer import longest_text
 from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import DEFAULTS as SAMPLING_DEFAULTS
@@ -96,8 +95,8 @@ class Chat(LLMEngine):
 
         ``sampling_params``: of the requests to come; a text that cannot fit in one is refused, not tokenized.
         """
-        limit = None if sampling_params is None else longest_text(sampling_params, self.config.max_model_len)
-        return self._tokenizer.encode(texts, add_special_tokens, max_tokens=limit)
+        fit = None if sampling_params is None else (sampling_params, self.config.max_model_len)
+        return self._tokenizer.encode(texts, add_special_tokens, fit=fit)
 
     def detokenize(self, token_id_lists: ListLike[ListLike[int]], skip_special_tokens: bool = True) -> list[str]:
         """The text of each list of token ids; any thread may call it."""

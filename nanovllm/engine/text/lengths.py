@@ -24,15 +24,21 @@ class Lengths:
         self._bound: tuple[int, int, bool] | None = None
         self._of: tuple[int, int] | None = None  # identity and size of the tokenizer, to which tokens may be added
 
-    def check(self, which: str, text: str, max_tokens: int, tokenizer: Any) -> None:
-        """Raise RequestError if the text must have more than ``max_tokens``. ``which``: begins the error."""
+    def check(self, which: str, text: str, params: Any, max_model_len: int, tokenizer: Any) -> None:
+        """Raise RequestError if the text cannot fit, unless its parameters, one or a list, cut it.
+
+        ``which``: begins the error.
+        """
+        every = params if isinstance(params, (list, tuple)) else [params]
+        if any(getattr(each, "truncate_prompt_tokens", None) is not None for each in every):
+            return
         if self._of != (id(tokenizer), len(tokenizer)):
             self._of = id(tokenizer), len(tokenizer)
             self._bound = characters_per_token(getattr(tokenizer, "backend_tokenizer", None))
-        if (fewest := fewest_tokens(text, self._bound)) > max_tokens:
+        if (fewest := fewest_tokens(text, self._bound)) > max_model_len:
             raise RequestError(
                 f"{which}the text has {len(text):,} characters, which are at least {fewest:,} tokens; at most "
-                f"max_model_len={max_tokens} fit. Shorten it or raise max_model_len."
+                f"{max_model_len=} fit. Shorten it or raise max_model_len."
             )
 
 

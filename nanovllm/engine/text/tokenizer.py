@@ -16,7 +16,7 @@ from typing import Any
 from nanovllm.engine.text.detokenizer import decode, decode_completion, decode_tokens
 from nanovllm.engine.text.fast_tokenizer import FastTokenizer, load_fast
 from nanovllm.engine.text.lengths import LONG, Lengths
-from nanovllm.errors import CheckpointError, RequestError
+from nanovllm.errors import CheckpointError, RequestError, as_request_error
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.time_limit import TimeLimitError, time_limit
 
@@ -39,8 +39,8 @@ class AsyncTokenizer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-tokenizer")
         self._loading: Future | None = None
         self._source = model_path, trust_remote_code
-        self._no_text: Future[str] = Future()  # one for all: making one takes as long as the rest of an output
-        self._no_text.set_result("")
+        self.no_text: Future[str] = Future()  # one for all: making one takes as long as the rest of an output
+        self.no_text.set_result("")
         self._lengths = Lengths()
         if not skip:
             if not any((Path(model_path) / name).exists() for name in TOKENIZER_FILES):
@@ -69,17 +69,16 @@ class AsyncTokenizer:
         return self._loading.result()
 
     def eos_token_ids(self) -> list[int]:
-        tokenizer = self.tokenizer
-        eos = None if tokenizer is None else tokenizer.eos_token_id
+        eos = getattr(self.tokenizer, "eos_token_id", None)
         return [] if eos is None else [eos]
 
     def encode(self, texts: ListLike[str | None], add_special_tokens: bool = True,
-               first: int = 0, max_tokens: int | None = None) -> list[list[int]]:
+               first: int = 0, fit: tuple[Any, int] | None = None) -> list[list[int]]:
         """The token ids of each text; None, a prompt given as token ids, is left out. ``first``: its index, for errors.
 
         Raises:
-            RequestError: there is no tokenizer, or a text cannot be encoded, or is so long that it must have more than
-                ``max_tokens``; of several it says which one.
+            RequestError: there is no tokenizer, or a text cannot be encoded, or is so long that it cannot ``fit``
+                (parameters, max_model_len); of several it says which one.
         """
         given = [text for text in texts if text is not None]
         if not given:
@@ -89,14 +88,19 @@ class AsyncTokenizer:
             which = f"prompt {i}: " if first + len(texts) > 1 else ""
             if text and len(text) > MAX_CHARACTERS:
                 raise RequestError(f"{which}the text has {len(text):,} characters; allowed are {MAX_CHARACTERS:,}.")
-            if text and max_tokens is not None and len(text) > LONG:
-                self._lengths.check(which, text, max_tokens, tokenizer)
+            if text and fit is not None and len(text) > LONG:
+                self._lengths.check(which, text, *fit, tokenizer)
             try:
                 (text or "").encode()
             except UnicodeEncodeError as error:
                 raise RequestError(f"{which}the text cannot be encoded as UTF-8: {error}") from None
-        # verbose would warn of the tokenizer's length limit; the engine checks max_model_len instead
-        return tokenizer(given, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        try:
+            return _token_ids(tokenizer, given, add_special_tokens)
+        except RequestError:
+            for i, text in enumerate(texts, first):  # whose fault is it?
+                if text is not None and first + len(texts) > 1:
+                    _token_ids(tokenizer, [text], add_special_tokens, f"prompt {i}: ")
+            raise
 
     def decode(self, token_id_lists: ListLike[ListLike[int]], skip_special_tokens: bool = True) -> list[str]:
         """The text of each list of token ids; raises RequestError without a tokenizer."""
@@ -142,7 +146,7 @@ class AsyncTokenizer:
             return self._thread.submit(
                 self._decode, token_ids, params.skip_special_tokens, params.spaces_between_special_tokens
             )
-        return self._no_text
+        return self.no_text
 
     def _decode(self, token_ids: list[int], skip_special_tokens: bool, spaces_between: bool) -> str:
         return decode_completion(self.tokenizer, token_ids, skip_special_tokens, spaces_between)
@@ -161,17 +165,18 @@ class AsyncTokenizer:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def longest_text(params: Any, max_model_len: int) -> int | None:
-    """The most tokens of a text with these parameters, one or a list; None: they cut texts, of any length."""
-    every = params if isinstance(params, (list, tuple)) else [params]
-    is_cut = any(getattr(each, "truncate_prompt_tokens", None) is not None for each in every)
-    return None if is_cut else max_model_len
+def _token_ids(tokenizer: Any, texts: list[str], add_special_tokens: bool, which: str = "") -> list[list[int]]:
+    try:  # verbose would warn of the tokenizer's length limit; the engine checks max_model_len instead
+        return tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+    except BaseException as error:
+        refused = as_request_error(error, which)
+        raise refused from refused.__cause__
 
 
 def _load(model_path: str, trust_remote_code: bool) -> Any:
     try:
         tokenizer = load_fast(model_path)
-    except Exception:  # a damaged file may raise anything; transformers says what it makes of it
+    except BaseException:  # a damaged file may raise anything; transformers says what it makes of it
         tokenizer = None
     return _load_with_transformers(model_path, trust_remote_code) if tokenizer is None else tokenizer
 
@@ -182,7 +187,9 @@ def _load_with_transformers(model_path: str, trust_remote_code: bool) -> Any:
 
         try:
             return AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-        except Exception as error:  # a damaged file may raise anything
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a damaged file may raise anything, a panic of tokenizers included
             raise CheckpointError(f"the tokenizer in {model_path} cannot be loaded: {error}") from None
 
 
