@@ -618,6 +618,11 @@ def test_patterns_of_names_that_are_given_already(compiler, tokenizer):
         ({"^é$": {"minimum": 1}}, {}), ({'^(é|x")$': {}}, {}), ({"^y$": {}, "^é$": {}}, {"required": ["y"]}),
         ({"^y$": {}}, {"allOf": [{"properties": {"y": {}}}]}), ({"^y$": {}}, {"oneOf": [{"properties": {"y": {}}}]}),
         ({"^y$": {}}, {"anyOf": [{"type": "object"}, {"allOf": [{"$ref": "#/$defs/y"}]}]}),
+        # nothing fits the others; choices within choices, and beside each other
+        *(({"^é$": {}, '^x"$': False}, {"additionalProperties": nothing}) for nothing in (
+            {"enum": []}, {"type": "string", "const": 1}, {"anyOf": [False, {"const": 1, "type": "string"}]})),
+        ({"^y$": {}}, {"anyOf": [{"oneOf": [{"allOf": [{"anyOf": [{"properties": {"y": {}}}]}]}]}]}),
+        ({"^y$": {}}, {"anyOf": [{"properties": {"y": {}}}, True], "oneOf": [{"required": ["é"]}, {"type": "null"}]}),
     ):  # fmt: skip
         schema = {**closed, "patternProperties": patterns, **others}
         for nested in (schema, {"anyOf": [{"type": "null"}, {"type": "array", "items": schema}]}):
@@ -627,9 +632,19 @@ def test_patterns_of_names_that_are_given_already(compiler, tokenizer):
     assert verdict(Params(json=either), '{"é": "a"}', compiler, tokenizer) == "yes"
     apart = {**closed, "allOf": [{"patternProperties": {"^é$": {"type": "integer"}}}]}
     assert verdict(Params(json=apart), '{"é": 1}', compiler, tokenizer) == "yes"
-    for patterns, text in (({"^[éa]$": {"type": "integer"}}, '{"é": 1, "a": 2}'), ({"^é$": False}, "{}")):
-        schema = {**closed, "patternProperties": patterns}
+    for patterns, text, others in (
+        ({"^[éa]$": {"type": "integer"}}, '{"é": 1, "a": 2}', {}), ({"^é$": False}, "{}", {}),
+        ({"^é$": {"enum": []}}, '{"x\\"": 1}', {"additionalProperties": {"enum": []}}),
+        ({"^é$": {}}, '{"b": 1}', {"additionalProperties": {"type": "integer"}}),
+    ):  # fmt: skip
+        schema = {**closed, "patternProperties": patterns, **others}
         assert verdict(Params(json=schema), text, compiler, tokenizer) == "yes"
+
+
+def test_too_many_choices_beside_patterns(compiler):
+    choices = [{"anyOf": [{"required": ["a"]}, {"required": [name]}]} for name in "bcdefghijk"]
+    with pytest.raises(RequestError, match="anyOf and oneOf beside patternProperties allow more than 1000 combin"):
+        compiler.compile(Params(json={"type": "object", "patternProperties": {"^y": {}}, "allOf": choices}))
 
 
 FILLINGS = ["\n", "\r\n", " \n\t", "[", '\\"', '"', "# x\n", "a ", "a\n", "-", '"b" |', "(", "::="]
