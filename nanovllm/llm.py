@@ -12,6 +12,7 @@ from nanovllm.engine.request import Request
 from nanovllm.engine.text.prompts import Prompt, as_prompts, is_one_prompt
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.verbs.arguments import refuses_unknown_keywords
 from nanovllm.verbs.chat import Chat
 from nanovllm.verbs.pooling import Pooling
 from nanovllm.verbs.scoring import Scoring
@@ -21,6 +22,7 @@ from nanovllm.verbs.weights import WeightVerbs
 __all__ = ["LLM", "Prompt", "is_one_prompt"]
 
 
+@refuses_unknown_keywords
 class LLM(
     Chat,
     Streaming,

@@ -180,6 +180,7 @@ TEXTS = {  # the call -> [(what is given, a part of the text)]
         ({"layer_types": ["linear_attention"] * 2}, "linear_attention"),
         ({"is_causal": False}, "is_causal=False must be absent or True"),  # gte-Qwen2: a causal model's name
         ({"rope_parameters": {**YARN, "rope_theta": 1}}, "rope scaling 'yarn': rope_theta=1 must be a number > 1."),
+        ({"rope_scaling": {**YARN, "factor": 1e9}}, "factor * original_max_position_embeddings=64000000000 must be an"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot be shared by 3 KV heads."),
         ({"head_dim": 15}, "heads of size 15, 15 rotated; RoPE needs an even size."),
         ({"head_dim": None, "hidden_size": 60}, "heads of size 15"),
@@ -260,8 +261,8 @@ TEXTS = {  # the call -> [(what is given, a part of the text)]
         (([[1]], {"allowed_token_ids": [600]}), "allowed_token_ids: 600 is outside the vocabulary [0, 512)."),
         (([[1]], {"logit_bias": {600: 1}}), "logit_bias: 600 is outside the vocabulary [0, 512)."),
         (([[1]], {"logit_bias": {2**40: 1}}), "logit_bias: 1099511627776 is outside the vocabulary [0, 512)."),
-        (([[1]], {"logprobs": 21}), "logprobs=21 must be at most max_logprobs=20; see LLM(max_logprobs=...)."),
-        (([[1]], {"prompt_logprobs": -1}), "prompt_logprobs=-1 must be at most max_logprobs=20; see LLM("),
+        (([[1]], {"logprobs": 21}), "logprobs=21 must be at most max_logprobs=20; see LLM(max_logprobs=21)."),
+        (([[1]], {"prompt_logprobs": -1}), "prompt_logprobs=-1 must be at most max_logprobs=20; see LLM(max_logprobs="),
         (([[1]], {"stop": "a"}), "prompt 0: stop needs a tokenizer, but the engine was made with skip_tokenizer"),
         (([[1]], {"bad_words": "a"}), "prompt 0: bad_words needs a tokenizer, but the engine was made with"),
         (([[1]], {"structured_outputs": StructuredOutputsParams(regex="a")}), "structured_outputs needs a tokenizer"),
@@ -277,20 +278,30 @@ TEXTS = {  # the call -> [(what is given, a part of the text)]
          "min_tokens can hold back at most 16 end-of-sequence and stop ids, not 21."),
     ],
     "score": [  # lists, start
-        (([[3]], None), f"list 0: start=1 must be in [1, 0] for 1 {NOTHING_BEFORE}"),
+        *((([[3, 4], [3] * n], None), f"list 1: it has {n} {NOTHING_BEFORE} Give two.") for n in (0, 1)),
         (([[3, 4], [3, 4, 5]], [1, 3]), f"list 1: start=3 must be in [1, 2] for 3 {NOTHING_BEFORE}"),
         *((([[3, 4]], start), f"list 0: start={start} must be in [1, 1] for 2 {NOTHING_BEFORE}") for start in (0, -1)),
         (([[3, 4], [3, 512]], None), "list 1: token id 512 is outside the vocabulary [0, 512)."),
         (([[3, 4], [512, 3]], None), "list 1: token id 512 is outside the vocabulary [0, 512)."),
         (([[3, 4], [3, -1]], None), "list 1: token id -1 is outside the vocabulary [0, 512)."),
-        (([[3, 4.0]], None), f"list 0: {PROMPT_FORM}, not [3, 4.0]."),
-        (([3, 4], None), f"list 0: {PROMPT_FORM}, not 3."),
+        *((([given, [3, 4]], None), f"list 0: it must be a flat list of integer token ids, not {given!r}. llm.tokenize")
+          for given in ([3, 4.0], 3, "text", {"prompt": "text"}, {"prompt_token_ids": [3, 4]}, ["a", "b"], [[3]])),
         (("text", None), "token_id_lists must be a list of lists of token ids, not text."),
         ((7, None), "token_id_lists must be a list of lists of token ids, not 7."),
         (([[5, 6], [5] * 130], None),
          "list 1: the list has 130 token ids; with max_model_len=128 at most 129 can be scored."),
         (([[5] * 98], None), "list 0: the prompt has 97 tokens; the KV cache has 6 blocks of 16"),
         *((([[3, 4, 5]] * 2, start), "start") for start in ([1], [1, 1, 1], "1", 1.5, [1, 1.5], [1, None], True)),
+    ],
+    "keywords": [  # the method, its keywords
+        (("generate", {"prompts": "a", "top_k": 5}), "generate() has no argument 'top_k'. It is a parameter of a "
+         "request: SamplingParams(top_k=5). Arguments: prompts, sampling_params, use_tqdm."),
+        (("stream", {"prompts": "a", "stop": ["x"]}), "a request: SamplingParams(stop=['x']). Arguments: "),
+        (("submit", {"prompt": "a", "params": None}), "submit() has no argument 'params'. Arguments: prompt, sampling"),
+        (("add_request", {"prompt": [5], "sampling_parameters": 1}), "Did you mean 'sampling_params'?"),
+        (("score", {"seed": 1}), "score() has no argument 'seed'. Arguments: token_id_lists, start, use_tqdm."),
+        (("embed", {"dimension": 64}), "embed() has no argument 'dimension'. Did you mean 'dimensions'?"),
+        (("update_weights", {"weight": {}}), "update_weights() has no argument 'weight'. Did you mean 'weights'?"),
     ],
     "embed": [  # prompts, options
         (([[5], []], {}), "prompt 1: the prompt is empty; it must hold at least one token."),
@@ -326,7 +337,7 @@ FEATURES = {"prompt_logprobs": "readouts.prompt_logprobs", "speculative_config":
             "score": "verbs.scoring", "embed": "verbs.pooling", "classify": "verbs.pooling"}  # fmt: skip
 for name in (name for name, feature in FEATURES.items() if not has_feature(feature)):
     CASES = [case for case in CASES if name not in repr(case)]
-ENGINE_CALLS = ("generate", "score", "embed", "classify", "chat")
+ENGINE_CALLS = ("keywords", "generate", "score", "embed", "classify", "chat")
 ERRORS = {
     "LLM": ConfigError, "ranks": ConfigError, "config.json": CheckpointError, "published": CheckpointError,
     "a rule": KeyError,
@@ -345,6 +356,8 @@ def make_call(call, given, model, llm):
         prompts, params = given
         params = SamplingParams(**params) if isinstance(params, dict) else params
         llm.generate(prompts, params.value if isinstance(params, Raw) else params, use_tqdm=False)
+    elif call == "keywords":
+        getattr(llm, given[0])(**given[1])
     elif call == "chat":
         llm.chat(given, use_tqdm=False)
     elif call == "score":

@@ -29,6 +29,10 @@ NEVER_STOPS = (
     "stop=%r never stops: skip_special_tokens=True leaves the special token %r out of the text. Use "
     "stop_token_ids=[%d], or skip_special_tokens=False. This is said once."
 )
+CALLED_WITH = (
+    ". It is called as f(token_ids, logits), or f(prompt_token_ids, token_ids, logits): with lists, and a tensor [V]. "
+    "transformers' take batches of both: lambda ids, logits: processor(torch.tensor([ids]), logits[None])[0]"
+)
 
 
 class TokenProcessor:
@@ -85,7 +89,8 @@ class TokenProcessor:
         error = error_of(self._call_functions, logits)
         if error is None or self.seq.status is SequenceStatus.FINISHED:  # one has closed the stream that it is part of
             return True
-        self.fail(error, "a logits processor failed")
+        hint = CALLED_WITH if isinstance(error, (TypeError, AttributeError)) else ""
+        self.fail(error, "a logits processor failed", hint)
         return False
 
     def _call_functions(self, logits: Any) -> None:
@@ -100,13 +105,13 @@ class TokenProcessor:
                 )
             logits.copy_(result)
 
-    def fail(self, error: BaseException, what: str = "the grammar failed while it was decoded") -> None:
+    def fail(self, error: BaseException, what: str = "the grammar failed while it was decoded", hint: str = "") -> None:
         """Mark the sequence as ended by an error of its grammar, or of a logits processor."""
         self.seq.finish_reason = "error"
         if isinstance(error, RequestError):
             self.seq.stop_reason = str(error)
         else:
-            self.seq.stop_reason = f"{what} ({type(error).__name__}: {error!s:.500})"
+            self.seq.stop_reason = f"{what} ({type(error).__name__}: {error!s:.500}){hint}"
 
     def logprobs(self, token_ids: list[int],
                  start: int = 0) -> tuple[float | None, Callable[[], list[LogprobsAt]] | None]:

@@ -143,6 +143,7 @@ def model_config(raw: dict[str, Any]) -> ModelConfig:
         rope.check_head(head_dim)
     # Qwen's recipe for yarn adds rope_scaling to a config.json and leaves max_position_embeddings
     stretched = [int(rope.factor * rope.original_max_position) for rope in ropes if rope.kind == "yarn"]
+    check("config.json", "factor * original_max_position_embeddings", max([1, *stretched]), SIZE, CheckpointError)
     bias = given["attention_bias"] or given["use_bias"]
     qkv_bias = family.qkv_bias if given["qkv_bias"] is None else given["qkv_bias"]
     o_bias = given["attention_out_bias"] if family.o_bias is None else family.o_bias

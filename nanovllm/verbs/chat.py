@@ -9,9 +9,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.text.prompts import Prompt, as_list
 from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestOutput
-from nanovllm.sampling_params import DEFAULTS as SAMPLING_DEFAULTS
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.validation import did_you_mean
+from nanovllm.sampling_params import SamplingParams, keyword_hint
 
 Conversation = ListLike[dict[str, Any]]
 
@@ -50,9 +48,7 @@ class Chat(LLMEngine):
             known = self._tokenizer.template_variables(chat_template)
             for name in template_variables:
                 if name not in known:
-                    hint = did_you_mean(name, [*known, "chat_template_kwargs", "add_generation_prompt"])
-                    if name in SAMPLING_DEFAULTS:
-                        hint = f" It is a parameter of a request: SamplingParams({name}=...)."
+                    hint = keyword_hint(name, [*known, "chat_template_kwargs", "add_generation_prompt"])
                     raise RequestError(
                         f"chat() has no argument {name!r}, and the chat template reads no such variable.{hint}"
                     )

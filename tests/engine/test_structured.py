@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from contextlib import suppress
+from http import HTTPStatus
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,6 +25,12 @@ from nanovllm.engine.token_processor import TokenProcessors
 from nanovllm.sampling_params import StructuredOutputsParams as Params
 
 VOCAB, EOS = 1024, [2, 0]
+
+
+class Model:
+    """As pydantic's."""
+
+    model_json_schema = __repr__ = lambda self: "Model()"
 
 
 @pytest.fixture(scope="module")
@@ -547,6 +554,11 @@ ERRORS = [
     (Params(json="{"), "it is not JSON: Expecting property name"),
     (Params(json="[1]"), "it must be a JSON object, as text or as a dictionary"),
     (Params(json={"type": {1}}), "it is malformed (TypeError: Object of type set is not JSON serializable)"),
+    (Params(json=Model), "JSON has no form for <class 'test_structured.Model'>; give its .model_json_schema()"),
+    (Params(json={"enum": [Model()]}), "JSON has no form for Model(); give its .model_json_schema()"),
+    (Params(regex=re.compile("a+")), "JSON has no form for re.compile('a+'); give its .pattern"),
+    (Params(choice=["a", HTTPStatus.OK]), "it must be a non-empty list of strings"),
+    (Params(choice=HTTPStatus), "<enum 'HTTPStatus'>; give pydantic.TypeAdapter(HTTPStatus).json_schema()"),
     (Params(json={"type": "strin"}), "Invalid type: strin"),
     (Params(json={"type": "array", "uniqueItems": True}), 'Unimplemented keys: ["uniqueItems"]'),
     (Params(json={"type": "string", "format": "foo"}), "Unknown format: foo"),
