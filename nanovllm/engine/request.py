@@ -44,11 +44,11 @@ class Completion:
 
     def output(self, index: int, tokenizer: AsyncTokenizer) -> CompletionOutput:
         """The finished completion; waits for the text."""
-        text, seq = self.text or self.decode(tokenizer), self.seq
+        seq, (text, failure) = self.seq, tokenizer.decoded(self.text or self.decode(tokenizer))
         logprobs = (None, None) if self.processor is None else self.processor.logprobs(self.token_ids)
-        if (error := text.exception()) is not None:  # of the tokenizer
-            seq.finish_reason, seq.stop_reason, text = "error", str(error), tokenizer.no_text
-        return CompletionOutput(index, text.result(), self.token_ids, *logprobs, seq.finish_reason, seq.stop_reason)
+        if failure is not None:
+            seq.finish_reason, seq.stop_reason = "error", failure
+        return CompletionOutput(index, text, self.token_ids, *logprobs, seq.finish_reason, seq.stop_reason)
 
 
 @dataclass(eq=False)

@@ -39,8 +39,8 @@ class AsyncTokenizer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-tokenizer")
         self._loading: Future | None = None
         self._source = model_path, trust_remote_code
-        self.no_text: Future[str] = Future()  # one for all: making one takes as long as the rest of an output
-        self.no_text.set_result("")
+        self._no_text: Future[str] = Future()  # one for all: making one takes as long as the rest of an output
+        self._no_text.set_result("")
         self._lengths = Lengths()
         if not skip:
             if not any((Path(model_path) / name).exists() for name in TOKENIZER_FILES):
@@ -146,10 +146,15 @@ class AsyncTokenizer:
             return self._thread.submit(
                 self._decode, token_ids, params.skip_special_tokens, params.spaces_between_special_tokens
             )
-        return self.no_text
+        return self._no_text
 
     def _decode(self, token_ids: list[int], skip_special_tokens: bool, spaces_between: bool) -> str:
         return decode_completion(self.tokenizer, token_ids, skip_special_tokens, spaces_between)
+
+    def decoded(self, text: "Future[str]") -> tuple[str, str | None]:
+        """Wait for the text; returns it, or "" and why the tokenizer failed."""
+        error = text.exception()
+        return (text.result(), None) if error is None else ("", str(as_request_error(error)))
 
     def texts(self, token_ids: Iterable[int]) -> dict[int, str]:
         """The text of each id, decoded alone; {} without a tokenizer."""
