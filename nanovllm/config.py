@@ -10,7 +10,7 @@ from typing import Any
 from nanovllm.errors import ConfigError
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.config_reader import DTYPES, read_model_config
-from nanovllm.sampling_params import DEFAULTS as SAMPLING_DEFAULTS
+from nanovllm.sampling_params import keyword_hint
 from nanovllm.utils.checkpoint import read_generation_config, resolve_model
 from nanovllm.validation import (
     Rule,
@@ -187,9 +187,7 @@ class Config:
         known = [option.name for option in fields(cls) if option.init]
         for name in options:
             if name not in known:
-                hint = did_you_mean(name, known)
-                if name in SAMPLING_DEFAULTS:
-                    hint = f" It is a parameter of a request: SamplingParams({name}=...)."
+                hint = keyword_hint(name, known)
                 raise ConfigError(f"LLM() has no option {name!r}.{hint} Options: {', '.join(known)}.")
         options = {"max_num_seqs": None, "max_num_batched_tokens": None} | options
         return cls(model, **options)

@@ -154,6 +154,9 @@ class EmbeddingOutput:
     def hidden_size(self) -> int:
         return len(self.values)
 
+    def __repr__(self) -> str:
+        return f"EmbeddingOutput(hidden_size={self.hidden_size})"  # as vLLM's, without thousands of numbers
+
 
 @dataclass
 class ClassificationOutput:

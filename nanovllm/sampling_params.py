@@ -4,7 +4,7 @@ import marshal
 import re
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from itertools import compress
 from operator import attrgetter, is_not
@@ -361,3 +361,10 @@ class SamplingParams(Parameters):
 RULES = rules_of(SamplingParams)
 VALUES_OF = attrgetter(*(parameter.name for parameter in fields(SamplingParams)))
 DEFAULTS = {parameter.name: parameter.default for parameter in fields(SamplingParams)}
+
+
+def keyword_hint(name: str, known: Iterable[str], value: str = "...") -> str:
+    """A hint to append to an error about an unknown keyword, for one whose place is in ``SamplingParams``, too."""
+    if name in DEFAULTS:
+        return f" It is a parameter of a request: SamplingParams({name}={value})."
+    return did_you_mean(name, known)

@@ -134,7 +134,7 @@ def test_max_logprobs(name, make_llm):
         with pytest.raises(RequestError) as error:
             run(engine, [PROMPT, PROMPT], [greedy(2), greedy(2, **{name: k})])
         assert str(error.value) == (
-            f"prompt 1: {name}={k} must be at most max_logprobs={limit}; see LLM(max_logprobs=...)."
+            f"prompt 1: {name}={k} must be at most max_logprobs={limit}; see LLM(max_logprobs={k})."
         )
         assert engine.is_finished()
     assert len(run(llm, PROMPT, greedy(2, **{name: 20}))) == 1

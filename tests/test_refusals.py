@@ -192,6 +192,7 @@ TEXTS = {  # the call -> [(what is given, a part of the text)]
         ({"layer_types": ["linear_attention"] * 2}, "linear_attention"),
         ({"is_causal": False}, "is_causal=False must be absent or True"),  # gte-Qwen2: a causal model's name
         ({"rope_parameters": {**YARN, "rope_theta": 1}}, "rope scaling 'yarn': rope_theta=1 must be a number > 1."),
+        ({"rope_scaling": {**YARN, "factor": 1e9}}, "factor * original_max_position_embeddings=64000000000 must be an"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot be shared by 3 KV heads."),
         ({"head_dim": 15}, "heads of size 15, 15 rotated; RoPE needs an even size."),
         ({"head_dim": None, "hidden_size": 60}, "heads of size 15"),
@@ -201,6 +202,13 @@ TEXTS = {  # the call -> [(what is given, a part of the text)]
         ({"model": "Llama-3.2-1B", "sliding_window": 4096}, "sliding_window=4096 must be absent for LlamaForCausalLM."),
         ({"model": "Llama-3.2-1B", "residual_multiplier": 0.22}, "=0.22 must be absent or 1 for Llama"),
         ({"model": "Llama-3.2-1B", "final_logit_softcapping": 30.0}, "softcapping=30.0 must be absent for Llama"),
+        ({"model": "Llama-3.2-1B", "logit_scale": 0.0625}, "logit_scale=0.0625 must be absent or 1 for Llama"),
+        ({"model": "Llama-3.2-1B", "num_local_experts": 4}, "num_local_experts=4 must be absent or 0 or 1 for Llama"),
+        ({"model": "phi-4", "num_experts": 64}, "num_experts=64 must be absent or 0 or 1 for Phi3"),
+        ({"model": "Qwen3-30B-A3B", "moe_router_logit_softcapping": 30.0}, "softcapping=30.0 must be absent or 0 for"),
+        ({"model": "gemma-2b", "full_attention_interval": 4}, "full_attention_interval=4 must be absent for Gemma"),
+        ({"model": "phi-4", "parallel_attn": True}, "parallel_attn=True must be absent or False for Phi3"),
+        ({"model": "SmolLM3-3B", "position_embedding_type": "nope"}, "'nope' must be absent or 'rope' or 'absolute'"),
         ({"model": "Qwen2.5-7B", "query_pre_attn_scalar": 224}, "attn_scalar=224 must be absent for Qwen2"),
         ({"model": "Mistral-7B-v0.1", "layer_types": ["full_attention"] * 32},
          "layer_types and sliding_window=4096 say diff"),
@@ -266,8 +274,8 @@ TEXTS = {  # the call -> [(what is given, a part of the text)]
         (([[1]], {"logprob_token_ids": [511, 512]}), "logprob_token_ids: 512 is outside the vocabulary [0, 512)."),
         (([[1]], {"logit_bias": {600: 1}}), "logit_bias: 600 is outside the vocabulary [0, 512)."),
         (([[1]], {"logit_bias": {2**40: 1}}), "logit_bias: 1099511627776 is outside the vocabulary [0, 512)."),
-        (([[1]], {"logprobs": 21}), "logprobs=21 must be at most max_logprobs=20; see LLM(max_logprobs=...)."),
-        (([[1]], {"prompt_logprobs": -1}), "prompt_logprobs=-1 must be at most max_logprobs=20; see LLM("),
+        (([[1]], {"logprobs": 21}), "logprobs=21 must be at most max_logprobs=20; see LLM(max_logprobs=21)."),
+        (([[1]], {"prompt_logprobs": -1}), "prompt_logprobs=-1 must be at most max_logprobs=20; see LLM(max_logprobs="),
         (([[1]], {"stop": "a"}), "prompt 0: stop needs a tokenizer, but the engine was made with skip_tokenizer"),
         (([[1]], {"thinking_token_budget": 0}), "thinking_token_budget needs a tokenizer, but the engine was"),
         (([[1]], {"bad_words": "a"}), "prompt 0: bad_words needs a tokenizer, but the engine was made with"),
@@ -284,14 +292,14 @@ TEXTS = {  # the call -> [(what is given, a part of the text)]
          "min_tokens can hold back at most 16 end-of-sequence and stop ids, not 21."),
     ],
     "score": [  # lists, start
-        (([[3]], None), f"list 0: start=1 must be in [1, 0] for 1 {NOTHING_BEFORE}"),
+        *((([[3, 4], [3] * n], None), f"list 1: it has {n} {NOTHING_BEFORE} Give two.") for n in (0, 1)),
         (([[3, 4], [3, 4, 5]], [1, 3]), f"list 1: start=3 must be in [1, 2] for 3 {NOTHING_BEFORE}"),
         *((([[3, 4]], start), f"list 0: start={start} must be in [1, 1] for 2 {NOTHING_BEFORE}") for start in (0, -1)),
         (([[3, 4], [3, 512]], None), "list 1: token id 512 is outside the vocabulary [0, 512)."),
         (([[3, 4], [512, 3]], None), "list 1: token id 512 is outside the vocabulary [0, 512)."),
         (([[3, 4], [3, -1]], None), "list 1: token id -1 is outside the vocabulary [0, 512)."),
-        (([[3, 4.0]], None), f"list 0: {PROMPT_FORM}, not [3, 4.0]."),
-        (([3, 4], None), f"list 0: {PROMPT_FORM}, not 3."),
+        *((([given, [3, 4]], None), f"list 0: it must be a flat list of integer token ids, not {given!r}. llm.tokenize")
+          for given in ([3, 4.0], 3, "text", {"prompt": "text"}, {"prompt_token_ids": [3, 4]}, ["a", "b"], [[3]])),
         (("text", None), "token_id_lists must be a list of lists of token ids, not text."),
         ((7, None), "token_id_lists must be a list of lists of token ids, not 7."),
         (([[5, 6], [5] * 130], None),
@@ -306,6 +314,16 @@ TEXTS = {  # the call -> [(what is given, a part of the text)]
         ([[5], [3, 4.0]], f"text 1: {PROMPT_FORM}, not [3, 4.0]."),
         ("text", "text needs a tokenizer"),
         (7, "prompts must be a string or a list, not 7."),
+    ],
+    "keywords": [  # the method, its keywords
+        (("generate", {"prompts": "a", "top_k": 5}), "generate() has no argument 'top_k'. It is a parameter of a "
+         "request: SamplingParams(top_k=5). Arguments: prompts, sampling_params, use_tqdm."),
+        (("stream", {"prompts": "a", "stop": ["x"]}), "a request: SamplingParams(stop=['x']). Arguments: "),
+        (("submit", {"prompt": "a", "params": None}), "submit() has no argument 'params'. Arguments: prompt, sampling"),
+        (("add_request", {"prompt": [5], "sampling_parameters": 1}), "Did you mean 'sampling_params'?"),
+        (("score", {"seed": 1}), "score() has no argument 'seed'. Arguments: token_id_lists, start, use_tqdm."),
+        (("embed", {"dimension": 64}), "embed() has no argument 'dimension'. Did you mean 'dimensions'?"),
+        (("update_weights", {"weight": {}}), "update_weights() has no argument 'weight'. Did you mean 'weights'?"),
     ],
     "embed": [  # prompts, options
         (([[5], []], {}), "prompt 1: the prompt is empty; it must hold at least one token."),
@@ -341,7 +359,7 @@ FEATURES = {"prompt_logprobs": "readouts.prompt_logprobs", "speculative_config":
             "score": "verbs.scoring", "embed": "verbs.pooling", "classify": "verbs.pooling"}  # fmt: skip
 for name in (name for name, feature in FEATURES.items() if not has_feature(feature)):
     CASES = [case for case in CASES if name not in repr(case)]
-ENGINE_CALLS = ("generate", "score", "perplexity", "embed", "classify", "chat")
+ENGINE_CALLS = ("keywords", "generate", "score", "perplexity", "embed", "classify", "chat")
 ERRORS = {
     "LLM": ConfigError, "ranks": ConfigError, "config.json": CheckpointError, "published": CheckpointError,
     "a rule": KeyError,
@@ -360,6 +378,8 @@ def make_call(call, given, model, llm):
         prompts, params = given
         params = SamplingParams(**params) if isinstance(params, dict) else params
         llm.generate(prompts, params.value if isinstance(params, Raw) else params, use_tqdm=False)
+    elif call == "keywords":
+        getattr(llm, given[0])(**given[1])
     elif call == "chat":
         llm.chat(given, use_tqdm=False)
     elif call == "score":

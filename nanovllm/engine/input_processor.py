@@ -41,10 +41,10 @@ class InputProcessor:
         self._tokenizer, self._token_processors = tokenizer, token_processors
         self._num_seqs = 0  # the next seq_id
 
-    def encode(self, prompts: ListLike[Prompt], first: int = 0) -> list[Encoded]:
+    def encode(self, prompts: ListLike[Prompt], first: int = 0, params: Params = None) -> list[Encoded]:
         """Prompts with their token ids; a text that comes with ids is carried, and not encoded.
 
-        ``first``: the index of the first one, for errors.
+        ``first``: the index of the first one, for errors. ``params`` that cut texts let them be of any length.
         """
         split = []
         for i, prompt in enumerate(prompts, first):
@@ -55,7 +55,7 @@ class InputProcessor:
         texts = [text if ids is None else None for text, ids in split]
         if not any(text is not None for text in texts):
             return split
-        encoded = iter(self._tokenizer.encode(texts, first=first))
+        encoded = iter(self._tokenizer.encode(texts, True, first, (params, self.config.max_model_len)))
         return [(text, next(encoded) if ids is None and text is not None else ids) for text, ids in split]
 
     def make(self, prompt: Prompt, params: SamplingParams, index: int = 0) -> Request:
@@ -64,7 +64,7 @@ class InputProcessor:
         Raises:
             RequestError: it can never be served.
         """
-        ((text, ids),) = self.encode([prompt])
+        ((text, ids),) = self.encode([prompt], 0, params)
         token_ids, params = self.checks.checked(as_token_ids(ids), params)
         self.checks.check_ids("token id", token_ids)
         return self.request(text, token_ids, params, index)

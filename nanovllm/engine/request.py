@@ -43,11 +43,12 @@ class Completion:
 
     def output(self, index: int, tokenizer: AsyncTokenizer, reasoning: CompletionReasoning) -> CompletionOutput:
         """The finished completion; waits for the text."""
-        text, seq = self.text or self.decode(tokenizer), self.seq
-        total, logprobs = (None, None) if self.processor is None else self.processor.logprobs(self.token_ids)
-        return CompletionOutput(
-            index, text.result(), self.token_ids, total, logprobs, seq.finish_reason, seq.stop_reason, None, reasoning
-        )
+        seq, (text, failure) = self.seq, tokenizer.decoded(self.text or self.decode(tokenizer))
+        logprobs = (None, None) if self.processor is None else self.processor.logprobs(self.token_ids)
+        if failure is not None:
+            seq.finish_reason, seq.stop_reason = "error", failure
+        reasons = seq.finish_reason, seq.stop_reason
+        return CompletionOutput(index, text, self.token_ids, *logprobs, *reasons, None, reasoning)
 
 
 @dataclass(eq=False)

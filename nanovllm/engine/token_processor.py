@@ -22,7 +22,7 @@ from nanovllm.engine.text.reasoning import ReasoningMarks
 from nanovllm.engine.text.stop_strings import StopStrings
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.engine.thinking import Marks, Thinking
-from nanovllm.errors import EngineError, RequestError
+from nanovllm.errors import EngineError, RequestError, as_request_error
 from nanovllm.outputs import LogprobsAt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.packed_logprobs import Texts, logprobs_at, trimmed
@@ -31,6 +31,10 @@ logger = logging.getLogger("nanovllm")
 NEVER_STOPS = (
     "stop=%r never stops: skip_special_tokens=True leaves the special token %r out of the text. Use "
     "stop_token_ids=[%d], or skip_special_tokens=False. This is said once."
+)
+CALLED_WITH = (
+    ". It is called as f(token_ids, logits), or f(prompt_token_ids, token_ids, logits): with lists, and a tensor [V]. "
+    "transformers' take batches of both: lambda ids, logits: processor(torch.tensor([ids]), logits[None])[0]"
 )
 
 
@@ -75,14 +79,19 @@ class TokenProcessor:
         if error is not None:
             self.fail(error)
             return True
-        found: tuple[str, str | None] | None = None if self._stop is None else self._stop.update(token_id)
+        found: tuple[str, str | None] | None = None
+        was_finished = seq.finish_reason is not None
+        try:
+            found = None if self._stop is None else self._stop.update(token_id)
+        except RequestError as failure:  # of the tokenizer
+            self.fail(failure)
+            return not was_finished
         if found is None:
             is_repetition = self._repetition is not None and self._repetition.update(token_id)
-            if not is_repetition or seq.finish_reason is not None:  # "length" goes before, as in vLLM
+            if not is_repetition or was_finished:  # "length" goes before, as in vLLM
                 return False
             found = REPETITION_DETECTED, None
-        seq.stop_reason, self.stop_text = found
-        was_finished, seq.finish_reason = seq.finish_reason is not None, "stop"
+        (seq.stop_reason, self.stop_text), seq.finish_reason = found, "stop"
         return not was_finished
 
     @property
@@ -99,7 +108,8 @@ class TokenProcessor:
         error = error_of(self._call_functions, logits)
         if error is None or self.seq.status is SequenceStatus.FINISHED:  # one has closed the stream that it is part of
             return True
-        self.fail(error, "a logits processor failed")
+        hint = CALLED_WITH if isinstance(error, (TypeError, AttributeError)) else ""
+        self.fail(error, "a logits processor failed", hint)
         return False
 
     def _call_functions(self, logits: Any) -> None:
@@ -114,13 +124,13 @@ class TokenProcessor:
                 )
             logits.copy_(result)
 
-    def fail(self, error: BaseException, what: str = "the grammar failed while it was decoded") -> None:
+    def fail(self, error: BaseException, what: str = "the grammar failed while it was decoded", hint: str = "") -> None:
         """Mark the sequence as ended by an error of its grammar, or of a logits processor."""
         self.seq.finish_reason = "error"
         if isinstance(error, RequestError):
             self.seq.stop_reason = str(error)
         else:
-            self.seq.stop_reason = f"{what} ({type(error).__name__}: {error!s:.500})"
+            self.seq.stop_reason = f"{what} ({type(error).__name__}: {error!s:.500}){hint}"
 
     def logprobs(self, token_ids: list[int],
                  start: int = 0) -> tuple[float | None, Callable[[], list[LogprobsAt]] | None]:
@@ -182,7 +192,9 @@ class TokenProcessors:
 
     def check(self, params: SamplingParams) -> None:
         """Raise RequestError where a part of a processor lacks a tokenizer, or the grammar is wrong."""
-        self._parts(params)
+        if (error := error_of(self._parts, params)) is not None:
+            refused = as_request_error(error)
+            raise refused from refused.__cause__
         if params.stop and params.skip_special_tokens and not self._has_warned:
             tokenizer = self._required("stop")
             special = special_tokens(tokenizer, len(tokenizer)).items()

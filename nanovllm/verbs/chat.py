@@ -10,8 +10,7 @@ from nanovllm.engine.text.prompts import Prompt, as_list
 from nanovllm.engine.text.reasoning import ReasoningMarks
 from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestOutput
-from nanovllm.sampling_params import DEFAULTS as SAMPLING_DEFAULTS
-from nanovllm.validation import did_you_mean
+from nanovllm.sampling_params import SamplingParams, keyword_hint
 
 Conversation = ListLike[dict[str, Any]]
 
@@ -50,9 +49,7 @@ class Chat(LLMEngine):
             known = self._tokenizer.template_variables(chat_template)
             for name in template_variables:
                 if name not in known:
-                    hint = did_you_mean(name, [*known, "chat_template_kwargs", "add_generation_prompt"])
-                    if name in SAMPLING_DEFAULTS:
-                        hint = f" It is a parameter of a request: SamplingParams({name}=...)."
+                    hint = keyword_hint(name, [*known, "chat_template_kwargs", "add_generation_prompt"])
                     raise RequestError(
                         f"chat() has no argument {name!r}, and the chat template reads no such variable.{hint}"
                     )
@@ -67,7 +64,7 @@ class Chat(LLMEngine):
         options.setdefault("add_generation_prompt", not options.get("continue_final_message"))
         self._require_ready()
         texts = [self.apply_chat_template(conversation, **options) for conversation in conversations]
-        encoded = zip(texts, self.tokenize(texts, add_special_tokens=False), strict=True)
+        encoded = zip(texts, self.tokenize(texts, False, sampling_params or SamplingParams()), strict=True)
         prompts: list[Prompt] = [{"prompt": text, "prompt_token_ids": ids} for text, ids in encoded]
         return self.generate(prompts, sampling_params, use_tqdm)
 
@@ -107,9 +104,14 @@ class Chat(LLMEngine):
         ``add_generation_prompt``, ``continue_final_message`` as in ``chat``; any thread may call it."""
         return self._tokenizer.apply_chat_template(conversation, **options)  # type: ignore[arg-type]
 
-    def tokenize(self, texts: ListLike[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """The token ids of each text; any thread may call it."""
-        return self._tokenizer.encode(texts, add_special_tokens)
+    def tokenize(self, texts: ListLike[str], add_special_tokens: bool = True,
+                 sampling_params: Params = None) -> list[list[int]]:
+        """The token ids of each text; any thread may call it.
+
+        ``sampling_params``: of the requests to come; a text that cannot fit in one is refused, not tokenized.
+        """
+        fit = None if sampling_params is None else (sampling_params, self.config.max_model_len)
+        return self._tokenizer.encode(texts, add_special_tokens, fit=fit)
 
     def detokenize(self, token_id_lists: ListLike[ListLike[int]], skip_special_tokens: bool = True) -> list[str]:
         """The text of each list of token ids; any thread may call it."""

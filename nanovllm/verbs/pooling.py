@@ -52,7 +52,8 @@ class Pooling(LLMEngine):
         Args:
             prompts: as in ``generate``. Texts get the special tokens that the tokenizer adds.
             normalize: divide by the L2 norm; None is as the checkpoint says, or True.
-            dimensions: keep the first so many, before the norm: for models that were trained for it (Matryoshka).
+            dimensions: keep the first so many, before the norm: for models that were trained for it (Matryoshka). None
+                is the checkpoint's ``truncate_dim``, or all.
             use_tqdm: as in ``generate``; the same in ``classify`` and ``rerank``.
             instruction: put before each text; None is the checkpoint's default prompt, "" none.
 
@@ -67,7 +68,7 @@ class Pooling(LLMEngine):
             texts = texts._replace(instruction=check("embed", "instruction", instruction, is_text, RequestError))
         hidden_size = self.config.model_config.hidden_size
         rule = optional(integer(f"an integer from 1 to {hidden_size}", lambda n: 1 <= n <= hidden_size))
-        dimensions = check("embed", "dimensions", dimensions, rule, RequestError)
+        dimensions = check("embed", "dimensions", dimensions, rule, RequestError) or texts.dimensions
         normalize = check("embed", "normalize", normalize, optional(BOOLEAN), RequestError)
         normalize = is_normalized if normalize is None else normalize
         scale = np.float32(1 / self.config.model_config.logit_scale)  # which the weight of the last norm contains

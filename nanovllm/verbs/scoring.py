@@ -114,7 +114,16 @@ def make_scoring(inputs: InputProcessor, lists: ListLike[Any], starts: ListLike[
 
 def _check_scored(inputs: InputProcessor, token_ids: Any, start: Any) -> tuple[np.ndarray, int]:
     """A list whose tokens from ``start`` on are to be scored, and the start."""
-    ids = as_token_ids(token_ids)
+    try:
+        ids = as_token_ids(token_ids)
+    except RequestError:
+        raise RequestError(
+            f"it must be a flat list of integer token ids, not {token_ids!r:.100}. llm.tokenize makes them of texts."
+        ) from None
+    if len(ids) < 2:
+        raise RequestError(
+            f"it has {len(ids)} token ids: the first has nothing before it, and one at least must be scored. Give two."
+        )
     start = check("score", "start", start, integer("an integer"), RequestError)
     if not 1 <= start < len(ids):
         raise RequestError(
