@@ -45,9 +45,7 @@ class Completion:
         """The finished completion; waits for the text."""
         seq, (text, failure) = self.seq, tokenizer.decoded(self.text or self.decode(tokenizer))
         logprobs = (None, None) if self.processor is None else self.processor.logprobs(self.token_ids)
-        if failure is not None:
-            seq.finish_reason, seq.stop_reason = "error", failure
-        reasons = seq.finish_reason, seq.stop_reason
+        reasons = (seq.finish_reason, seq.stop_reason) if failure is None else ("error", failure)
         return CompletionOutput(index, text, self.token_ids, *logprobs, *reasons, None, reasoning)
 
 
