@@ -60,6 +60,7 @@ class Streaming(LLMEngine):
                 prompt, params = item if is_pair else (item, None)
                 try:
                     request = self._inputs.make(prompt, default if params is None else copy_of(params), index)
+                    self._inputs.make_completions(request)  # a failure in ``_queue`` would be everybody's
                 except BaseException as error:
                     refused = as_request_error(error)
                     if on_error is None:
@@ -85,6 +86,7 @@ class Streaming(LLMEngine):
         """
         with Guard(self):
             request = self._make(prompt, sampling_params)
+            self._inputs.make_completions(request)  # as in ``stream``
             future = self._submitted.futures[request.request_id] = RequestFuture(self, request)
             self._queue([request], self._submitted)
         return future

@@ -156,7 +156,7 @@ class Engine:
         if text is None and ids is None:
             raise RequestError('a row needs "messages", "prompt" or "tokenized_prompt".')
         if text is not None and ids is None:
-            (ids,) = llm.tokenize([text], add_special_tokens=not messages)
+            (ids,) = llm.tokenize([text], not messages, params)
         return {"prompt": text, "prompt_token_ids": ids}, params
 
 

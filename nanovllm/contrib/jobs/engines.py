@@ -44,7 +44,8 @@ def complete(args: Any, rows: Iterator[Row], rank: int = 0) -> Records:
             if row is not None:
                 try:
                     prompt, template, params = request_of(row, args)
-                    future = llm.submit(prompt if template is None else chat_prompt(llm, prompt, template), params)
+                    prompt = prompt if template is None else chat_prompt(llm, prompt, template, params)
+                    future = llm.submit(prompt, params)
                 except BaseException as error:
                     yield error_record(row, as_request_error(error)), (0, 0, 0)
                     continue
@@ -67,10 +68,10 @@ def complete(args: Any, rows: Iterator[Row], rank: int = 0) -> Records:
         metrics.write(llm)
 
 
-def chat_prompt(llm: LLM, messages: list[dict], template: dict[str, Any]) -> dict[str, Any]:
+def chat_prompt(llm: LLM, messages: list[dict], template: dict[str, Any], params: SamplingParams) -> dict[str, Any]:
     """A conversation as a prompt whose text is encoded: the template has the special tokens."""
     text = llm.apply_chat_template(messages, **template)
-    (token_ids,) = llm.tokenize([text], add_special_tokens=False)
+    (token_ids,) = llm.tokenize([text], False, params)
     return {"prompt": text, "prompt_token_ids": token_ids}
 
 
