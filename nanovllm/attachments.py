@@ -23,6 +23,10 @@ class Attachment:
     prompt_ids: np.ndarray
     token_ids: np.ndarray
 
+    def chunk_end(self, start: int, stop: int) -> int:
+        """Where a chunk from ``start`` may end that cannot go beyond ``stop``; ``start``: nowhere."""
+        return stop
+
     def part(self, start: int, stop: int) -> Any:
         """The message of a chunk with tokens [start, stop); None if it changes nothing there."""
         raise NotImplementedError

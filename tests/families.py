@@ -25,7 +25,7 @@ YARN = dict(rope_type="yarn", rope_theta=1e4, factor=8.0, original_max_position_
 MROPE = dict(rope_type="default", rope_theta=1e4, mrope_section=[4, 2, 2])
 VISION = {"vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "depth": 1, "num_attention_heads": 2,
                             "num_heads": 2, "intermediate_size": 48, "head_dim": 16, "image_size": 32,
-                            "out_hidden_size": 64, "deepstack_visual_indexes": [0]}}  # fmt: skip
+                            "embed_dim": 32, "out_hidden_size": 64, "deepstack_visual_indexes": [0]}}  # fmt: skip
 SLIDING, FULL = "sliding_attention", "full_attention"
 MIXED = [SLIDING, SLIDING, FULL, SLIDING]
 
@@ -75,6 +75,7 @@ CASES: dict[str, tuple[str, dict]] = {
         **YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
     }}),
     "qwen3-vl": ("Qwen3VL", {**HEAD, **VISION, "rope_parameters": MROPE}),
+    "qwen2-vl": ("Qwen2VL", {**VISION, "rope_parameters": MROPE}),
     "qwen2.5-vl": ("Qwen2_5_VL", {**VISION, "rope_parameters": MROPE}),
     "hunyuan": ("HunYuanDenseV1", {**HEAD, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4,
                                                                "alpha": 50.0, "factor": 1.0}}),

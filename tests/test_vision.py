@@ -37,6 +37,7 @@ def checkpoint(request, tmp_path_factory):
     return str(path), [twin.greedy(ids, images, N) for ids, images in PROMPTS], twin
 
 
+TOLERANCE = 2e-4 if torch.cuda.is_available() else 2e-5  # of log-probabilities in fp32
 BLOCK = 64 if torch.cuda.is_available() else 16  # kernels of recurrent layers take no smaller ones
 
 
@@ -77,7 +78,8 @@ def test_logprobs_of_the_prompt(checkpoint):
     expected = twin.logits(ids, images).log_softmax(-1)
     for place, (token, found) in enumerate(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)):
         if place:
-            assert found[token].logprob == pytest.approx(expected[place - 1, token].item(), abs=2e-4 if torch.cuda.is_available() else 2e-5)
+            tolerance = 2e-4 if torch.cuda.is_available() else 2e-5
+            assert found[token].logprob == pytest.approx(expected[place - 1, token].item(), abs=tolerance)
 
 
 def test_the_same_image_is_found_and_no_other(checkpoint):
@@ -209,5 +211,5 @@ def test_padded_mlps(tmp_path):
     pixels = [{"pixel_values": torch.randn(48, 96), "image_grid_thw": torch.tensor([[1, 8, 6]])}]
     expected = tower(pixels)
     tower.pad_mlps()
-    assert tower.visual.blocks[0].mlp.up_proj.weight.shape == (64, 32)
+    assert tower.model.visual.blocks[0].mlp.up_proj.weight.shape == (64, 32)
     torch.testing.assert_close(tower(pixels), expected)

@@ -1,9 +1,11 @@
 """Tiny random models with vision towers, made by transformers, no two dimensions equal; and transformers' answers."""
 
+import re
+
 import numpy as np
 import torch
 
-IMAGE, START, END = 190, 192, 193
+IMAGE, START, END, ROW_END, LAST_END = 190, 192, 193, 194, 195
 TEXT = {
     "vocab_size": 200, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 5, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-6, "max_position_embeddings": 700,
@@ -64,24 +66,91 @@ def qwen3_5_moe():
     return Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config=text, vision_config=TOWER, **IDS))
 
 
-FAMILIES = {each.__name__: each for each in (qwen3_vl, qwen3_vl_moe, qwen2_5_vl, qwen3_5, qwen3_5_moe)}
+def qwen2_vl():
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    text = {name: value for name, value in TEXT.items() if name != "head_dim"} | {"hidden_size": 128}
+    tower = {"depth": 3, "embed_dim": 32, "hidden_size": 128, "mlp_ratio": 3, "num_heads": 4, "patch_size": 4}
+    config = Qwen2VLConfig(text_config={**text, "rope_parameters": ROPE}, vision_config=tower, **IDS)
+    return Qwen2VLForConditionalGeneration(config)
+
+
+SIGLIP = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4, "patch_size": 4}
+
+
+def gemma3():
+    """An image has 16 tokens, and the window is shorter."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    rope = {"full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}  # fmt: skip
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    text = {**TEXT, "tie_word_embeddings": True, "sliding_window": 11, "query_pre_attn_scalar": 40,
+            "layer_types": kinds, "rope_parameters": rope}  # fmt: skip
+    tower = {**SIGLIP, "image_size": 32, "vision_use_head": False}
+    return Gemma3ForConditionalGeneration(Gemma3Config(
+        text_config=text, vision_config=tower, mm_tokens_per_image=16, image_token_index=IMAGE, boi_token_index=START,
+        eoi_token_index=END,
+    ))  # fmt: skip
+
+
+def mistral3():
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+
+    text = {**TEXT, "model_type": "mistral", "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    tower = {**SIGLIP, "image_size": 72, "head_dim": 8}
+    return Mistral3ForConditionalGeneration(Mistral3Config(
+        text_config=text, vision_config=tower, image_token_index=IMAGE, tie_word_embeddings=False,
+    ))  # fmt: skip
+
+
+FAMILIES = {each.__name__: each for each in (
+    qwen3_vl, qwen3_vl_moe, qwen2_5_vl, qwen3_5, qwen3_5_moe, qwen2_vl, gemma3, mistral3,
+)}  # fmt: skip
 
 
 def make_checkpoint(family: str, path, seed: int = 0):
     """Save a random model of the family, and an image processor; returns the model."""
+    from transformers.models.gemma3 import Gemma3ImageProcessorPil
+    from transformers.models.pixtral import PixtralImageProcessorPil
     from transformers.models.qwen2_vl import Qwen2VLImageProcessorPil
 
     torch.manual_seed(seed)
     model = FAMILIES[family]().float().eval()
     for name, param in model.named_parameters():
         if "norm" in name and name.endswith("weight"):
-            param.data.normal_(0 if "qwen3_5" in family and "visual" not in name else 1, 0.1)
+            has_offset = family in ("gemma3", "qwen3_5", "qwen3_5_moe") and not re.search("visual|vision_tower", name)
+            param.data.normal_(0 if has_offset else 1, 0.1)
         elif not name.endswith(("A_log", "dt_bias")):
             param.data.normal_(0, 0.15)
     model.lm_head.weight.data[IMAGE] = 0  # seldom sampled: transformers would take it for an image
     model.save_pretrained(path)
-    Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 2048}).save_pretrained(path)
+    processor = {
+        "gemma3": lambda: Gemma3ImageProcessorPil(size={"height": 32, "width": 32}),
+        "mistral3": lambda: PixtralImageProcessorPil(patch_size=4, size={"longest_edge": 72}),
+    }.get(family, lambda: Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 2048}))
+    processor().save_pretrained(path)
+    save_tokenizer(family, path)
     return model
+
+
+def save_tokenizer(family: str, path):
+    """A tokenizer of letters and newlines, which merges newlines as Gemma's does, and knows the tokens of images."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    newlines = ["\n" * n for n in (1, 2, 4)]
+    vocab = {text: i for i, text in enumerate([*newlines, *" .abcdefghijklmnopqrstuvwxyz"], 3)}
+    vocab |= {f"<{i}>": i for i in range(190) if i not in vocab.values()}
+    special = {
+        "gemma3": {"<image_soft_token>": IMAGE, "<start_of_image>": START, "<end_of_image>": END},
+        "mistral3": {"[IMG]": IMAGE, "[IMG_BREAK]": ROW_END, "[IMG_END]": LAST_END},
+    }.get(family, {"<|image_pad|>": IMAGE})
+    vocab |= special
+    tokenizer = Tokenizer(models.BPE(vocab, [("\n", "\n"), ("\n\n", "\n\n")]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*special]})
+    tokenizer.save_pretrained(path)
 
 
 def image(height: int, width: int, seed: int = 0):
@@ -102,13 +171,20 @@ class Twin:
         self.model, self.processor = model, AutoImageProcessor.from_pretrained(path, backend="pil")
 
     def inputs(self, ids, images):
-        pixels = self.processor(images=images, return_tensors="pt") if images else {}
-        expanded, grids = [], iter(pixels.get("image_grid_thw", []))
-        for token in ids:
-            expanded += [token] * (int(next(grids).prod()) // 4 if token == IMAGE else 1)
+        if not images:
+            return {"input_ids": torch.tensor([ids])}
+        patch = {"patch_size": 8} if self.model.config.model_type == "mistral3" else {}  # of the tower, times the merge
+        pixels = dict(self.processor(images=images, return_tensors="pt", **patch))
+        parts = [[IMAGE] * 16] * len(pixels.pop("num_crops", []))
+        parts += [[IMAGE] * int(grid.prod() // 4) for grid in pixels.get("image_grid_thw", [])]
+        for height, width in pixels.get("image_sizes", torch.empty(0, 2)).tolist():
+            parts.append(([IMAGE] * (width // 8) + [ROW_END]) * (height // 8))
+            parts[-1][-1] = LAST_END
+        parts = iter(parts)
+        expanded = [token for given in ids for token in (next(parts) if given == IMAGE else [given])]
         types = torch.tensor([[int(token == IMAGE) for token in expanded]])
-        extra = {"mm_token_type_ids": types} if images else {}
-        return {"input_ids": torch.tensor([expanded]), **extra, **pixels}
+        name = {"gemma3": "token_type_ids", "mistral3": None}.get(self.model.config.model_type, "mm_token_type_ids")
+        return {"input_ids": torch.tensor([expanded]), **({name: types} if name else {}), **pixels}
 
     def logits(self, ids, images):
         """Of every position, fp32 [T, V]."""

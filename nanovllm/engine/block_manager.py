@@ -200,9 +200,9 @@ class BlockManager:
     def expect_no_more(self, seq: Sequence) -> None:
         """A waiting sequence was aborted."""
 
-    def chunk_end(self, start: int, stop: int) -> int:
-        """Where a prefill chunk from ``start`` ends that cannot go beyond ``stop``."""
-        return stop
+    def chunk_end(self, seq: Sequence, start: int, stop: int) -> int:
+        """Where a prefill chunk from ``start`` ends that cannot go beyond ``stop``; ``start``: it must wait."""
+        return stop if seq.attachment is None else seq.attachment.chunk_end(start, stop)
 
     def computed(self, seq: Sequence, start: int, stop: int) -> None:
         """The batch being made computes tokens [start, stop) of a prompt."""

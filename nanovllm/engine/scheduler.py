@@ -137,9 +137,9 @@ class Scheduler:
                     break
                 new_seqs.append(seq)
             start = seq.num_computed_tokens
-            stop = min(seq.num_tokens, start + budget)
-            if stop < seq.num_tokens:
-                stop = blocks.chunk_end(start, stop)
+            stop = blocks.chunk_end(seq, start, min(seq.num_tokens, start + budget))
+            if stop == start:
+                break  # its next tokens are computed at once, and need more than the rest of the budget
             budget -= stop - start
             seq.num_computed_tokens = stop
             blocks.computed(seq, start, stop)

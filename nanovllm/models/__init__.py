@@ -38,6 +38,10 @@ OLMO2 = Family(qk_norm="full", pre_norm=False, post_norm=True, defaults=EPS, ren
 VISION: dict[str, Any] = {
     "renamed": (("language_model.", ""),), "skipped": r".*(vision_tower|multi_modal_projector|visual)\..*",
 }  # fmt: skip
+QWEN2_VL = Family(
+    qkv_bias=True, o_bias=False, windows="late", reads=QWEN["reads"],
+    defaults=QWEN["defaults"] | EPS | {"max_window_layers": 80, "rope_theta": 1e6, "num_key_value_heads": 8}, **VISION,
+)
 MIXTRAL = ((".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w3.", ".up_proj."), (".w2.", ".down_proj."))
 CORRECTION = ".mlp.gate.e_score_correction_bias"
 MINISTRAL3_ROPE = {
@@ -79,11 +83,8 @@ MODELS = {
     ),
     "Qwen2ForCausalLM": Family(qkv_bias=True, o_bias=False, **QWEN),
     "Qwen3ForCausalLM": Family(qk_norm="head", **QWEN),
-    "Qwen2_5_VLForConditionalGeneration": Family(
-        qkv_bias=True, o_bias=False, windows="late", reads=QWEN["reads"],
-        defaults=QWEN["defaults"] | EPS | {"max_window_layers": 80, "rope_theta": 1e6, "num_key_value_heads": 8},
-        **VISION,
-    ),
+    "Qwen2VLForConditionalGeneration": QWEN2_VL,
+    "Qwen2_5_VLForConditionalGeneration": QWEN2_VL,
     "Qwen3VLForConditionalGeneration": Family(qk_norm="head", defaults={"rope_theta": 5e5, "head_dim": 128}, **VISION),
     "HunYuanDenseV1ForCausalLM": Family(
         qk_norm="head", norms_rotated=True, reads=("alpha", "use_qk_norm"),

@@ -4,14 +4,16 @@ The language model is ``decoder.py``, as for text. The tower is transformers' (`
 imports neither torch nor transformers.
 """
 
+import math
 import re
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from nanovllm.errors import CheckpointError
+from nanovllm.errors import CheckpointError, RequestError
 from nanovllm.utils.checkpoint import read_json, tensor_names
 from nanovllm.validation import Rule, at_least, by_field, check, check_all, integer, list_of, optional
 
@@ -20,8 +22,10 @@ if TYPE_CHECKING:
 
 OBJECT = Rule("an object", lambda x: isinstance(x, dict))
 SMALL = integer("an integer from 1 to 4096", lambda n: 1 <= n <= 4096)
-RULES = by_field(("image_token_id", at_least(0)), ("spatial_merge_size patch_size", SMALL))
-TENSORS = re.compile(r"(?:model\.)?visual\.(.+)")  # of the tower, in checkpoints
+RULES = by_field(("image_token_id", at_least(0)), ("spatial_merge_size patch_size mm_tokens_per_image", SMALL),
+                 ("image_size", integer("an integer from 0 to 4096", lambda n: 0 <= n <= 4096)))  # fmt: skip
+# In checkpoints, of the tower and the projector behind it.
+TENSORS = re.compile(r"(?:model\.)?((?:visual|vision_tower|multi_modal_projector)\..+)")
 INDEXES = list_of(at_least(0), "a list of layers")
 
 
@@ -29,25 +33,32 @@ class TowerFamily(NamedTuple):
     """How the images of an architecture become tokens."""
 
     module: str  # of transformers.models
-    tower: str  # a class there
+    model: str  # a class there, which has ``get_image_features``
     mrope: str = ""  # order of the frequencies of three-dimensional positions: "interleaved", "sections"; "": none
     section: tuple[int, ...] = ()  # default of ``mrope_section``
+    # Default of ``mm_tokens_per_image``: every image has them, and they attend each other both ways; 0: by its size.
+    num_tokens: int = 0
+    marks: tuple[str, ...] = ()  # tokens behind the rows of an image, and behind its last row
+    has_mask: bool = False  # its attention takes a mask of all patches of a call by all
+    placeholder: tuple[str, str] | None = None  # in texts: a regular expression, and the text that takes its place
 
 
 TOWERS = {
-    "Qwen2_5_VLForConditionalGeneration": TowerFamily(
-        "qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel", "sections", (16, 24, 24)
+    "Qwen2VLForConditionalGeneration": TowerFamily("qwen2_vl", "Qwen2VLModel", "sections", (16, 24, 24)),
+    "Qwen2_5_VLForConditionalGeneration": TowerFamily("qwen2_5_vl", "Qwen2_5_VLModel", "sections", (16, 24, 24)),
+    "Qwen3VLForConditionalGeneration": TowerFamily("qwen3_vl", "Qwen3VLModel", "interleaved", (24, 20, 20)),
+    "Qwen3VLMoeForConditionalGeneration": TowerFamily("qwen3_vl_moe", "Qwen3VLMoeModel", "interleaved", (24, 20, 20)),
+    "Qwen3_5ForConditionalGeneration": TowerFamily("qwen3_5", "Qwen3_5Model", "interleaved", (11, 11, 10)),
+    "Qwen3_5MoeForConditionalGeneration": TowerFamily("qwen3_5_moe", "Qwen3_5MoeModel", "interleaved", (11, 11, 10)),
+    "Gemma3ForConditionalGeneration": TowerFamily(
+        "gemma3", "Gemma3Model", num_tokens=256, placeholder=(
+            "<start_of_image>(?!<image_soft_token>)", "\n\n<start_of_image><image_soft_token><end_of_image>\n\n",
+        ),
     ),
-    "Qwen3VLForConditionalGeneration": TowerFamily("qwen3_vl", "Qwen3VLVisionModel", "interleaved", (24, 20, 20)),
-    "Qwen3VLMoeForConditionalGeneration": TowerFamily(
-        "qwen3_vl_moe", "Qwen3VLMoeVisionModel", "interleaved", (24, 20, 20)
+    "Mistral3ForConditionalGeneration": TowerFamily(
+        "mistral3", "Mistral3Model", marks=("[IMG_BREAK]", "[IMG_END]"), has_mask=True
     ),
-    "Qwen3_5ForConditionalGeneration": TowerFamily("qwen3_5", "Qwen3_5VisionModel", "interleaved", (11, 11, 10)),
-    "Qwen3_5MoeForConditionalGeneration": TowerFamily(
-        "qwen3_5_moe", "Qwen3_5MoeVisionModel", "interleaved", (11, 11, 10)
-    ),
-}
-
+}  # fmt: skip
 
 class VisionConfig(NamedTuple):
     """The tower of a checkpoint.
@@ -56,6 +67,9 @@ class VisionConfig(NamedTuple):
         image_token_id: the placeholder of a prompt, and of each token of an image.
         merge_size: patches of a side of the square that becomes a token.
         patch_size: pixels of a side of a patch.
+        image_size: pixels of a side of the largest image; 0: no limit.
+        num_whole: tokens of every image, if they attend each other both ways, so that a launch takes all or none; else
+            0.
         num_deepstack: layers whose outputs get features of their own added, the first ones.
         section: rotary frequencies that turn with time, height and width; () for plain positions.
     """
@@ -64,6 +78,8 @@ class VisionConfig(NamedTuple):
     image_token_id: int
     merge_size: int
     patch_size: int
+    image_size: int
+    num_whole: int
     num_deepstack: int
     section: tuple[int, ...]
 
@@ -84,7 +100,14 @@ class VisionConfig(NamedTuple):
             return None  # its language model was saved alone
         vision = check("config.json", "vision_config", raw["vision_config"], OBJECT, CheckpointError)
         text = check("config.json", "text_config", raw.get("text_config") or raw, OBJECT, CheckpointError)
-        sizes = check_all("config.json", {**vision, **raw}, RULES, CheckpointError)
+        defaults = {
+            "image_token_id": raw.get("image_token_index"), "spatial_merge_size": 2, "image_size": 0,
+            "mm_tokens_per_image": family.num_tokens or 1,
+        }  # fmt: skip
+        sizes = check_all("config.json", {**defaults, **vision, **raw}, RULES, CheckpointError)
+        if family.num_tokens:
+            rows = sizes["image_size"] // sizes["patch_size"]
+            sizes["spatial_merge_size"] = max(1, rows // math.isqrt(sizes["mm_tokens_per_image"]))
         layers = vision.get("deepstack_visual_indexes") or []
         layers = check("config.json", "deepstack_visual_indexes", layers, INDEXES, CheckpointError)
         rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
@@ -92,7 +115,8 @@ class VisionConfig(NamedTuple):
         rule = optional(Rule("a list of three sizes", lambda x: INDEXES.accepts(x) and len(x) == 3))
         section = check("config.json", "mrope_section", section, rule, CheckpointError) or family.section
         return cls(
-            family, sizes["image_token_id"], sizes["spatial_merge_size"], sizes["patch_size"], len(layers),
+            family, sizes["image_token_id"], sizes["spatial_merge_size"], sizes["patch_size"],
+            sizes["image_size"], sizes["mm_tokens_per_image"] if family.num_tokens else 0, len(layers),
             tuple(section) if family.mrope else (),
         )  # fmt: skip
 
@@ -102,9 +126,44 @@ class VisionConfig(NamedTuple):
             return "pillow"
         return "" if find_spec(f"transformers.models.{self.family.module}") else "a newer transformers"
 
+    @property
+    def processor_options(self) -> dict[str, Any]:
+        """Options of the image processor beside the checkpoint's own."""
+        return {"patch_size": self.patch_size * self.merge_size} if self.family.marks else {}
+
+    def grid(self, pixels: Mapping[str, Any]) -> np.ndarray:
+        """Count the frames, rows and columns of patches in the tensors of one image; raises RequestError."""
+        if "image_grid_thw" in pixels:
+            return pixels["image_grid_thw"][0].numpy()
+        num_images, _, *sides = pixels["pixel_values"].shape  # height and width
+        rows, columns = (side // self.patch_size for side in sides)
+        allowed = range(self.image_size if self.num_whole else 1, self.image_size + 1)
+        is_taken = all(side in allowed for side in sides) and not (rows % self.merge_size or columns % self.merge_size)
+        if num_images > 1 or not is_taken:
+            raise RequestError(
+                f"options of the image processor make {num_images} image(s) of {sides[0]} × {sides[1]} pixels; the "
+                f"tower takes one of {'' if self.num_whole else 'at most '}{self.image_size} × {self.image_size}, in "
+                f"squares of {self.merge_size * self.patch_size}."
+            )
+        return np.array([1, rows, columns])
+
     def num_tokens(self, grid: np.ndarray) -> int:
         """Of an image with ``grid`` (frames, rows, columns) of patches."""
         return int(grid.prod()) // self.merge_size**2
+
+    def layout(self, grid: np.ndarray, marks: list[int]) -> np.ndarray:
+        """The ids of an image in a prompt. ``marks``: the ids of ``TowerFamily.marks``."""
+        ids = np.full(self.num_tokens(grid), self.image_token_id)
+        if not marks:
+            return ids
+        columns = grid[2] // self.merge_size
+        rows = np.insert(ids.reshape(-1, columns), columns, marks[0], axis=1)
+        rows[-1, -1] = marks[1]
+        return rows.ravel()
+
+    def placed(self, text: str) -> str:
+        """The text of a prompt with images, and with all that a tokenizer needs around each of them."""
+        return text if self.family.placeholder is None else re.sub(*self.family.placeholder, text)
 
     def axes(self) -> np.ndarray:
         """The axis of positions, 0 to 2, by which each rotary frequency turns; int64 [r / 2]."""

@@ -1,4 +1,4 @@
-"""The vision tower of a checkpoint: transformers' modules, filled by its tensors.
+"""The vision tower of a checkpoint: transformers' model without its layers of text, filled by the checkpoint's tensors.
 
 A tower turns images into features of the language model's hidden size, one row for each of their tokens. Further
 columns are added to the outputs of its first layers (deepstack, arXiv:2406.04334).
@@ -17,6 +17,7 @@ from nanovllm.models.vision import TENSORS, VisionConfig
 from nanovllm.utils.checkpoint import LOADING_LOCK, open_tensors
 
 DUMMY_STD = 0.02
+SIZES = ("image_grid_thw", "image_sizes")  # of images, by either name
 
 
 def packed_attention() -> str:
@@ -58,36 +59,47 @@ class VisionTower(nn.Module):
             config = AutoConfig.from_pretrained(model_path)
             family = vision.family
             module: Any = import_module(f"transformers.models.{family.module}.modeling_{family.module}")
-        tower = getattr(module, family.tower)
-        self.visual = tower._from_config(config.vision_config, attn_implementation="sdpa", dtype=dtype)
-        if dtype != torch.float32 and torch.get_default_device().type == "cuda":
+        text = config.text_config  # a language model of no layers and one token, which is taken out again
+        text.num_hidden_layers, text.layer_types, text.vocab_size, text.pad_token_id = 0, [], 1, None
+        self.model = getattr(module, family.model)._from_config(config, attn_implementation="sdpa", dtype=dtype)
+        if hasattr(self.model, "visual") and dtype != torch.float32 and torch.get_default_device().type == "cuda":
             # behind the constructor, which would look for the package flash-attn
-            self.visual.config._attn_implementation = packed_attention()
-        self.visual.eval().requires_grad_(False)
-        self.dtype = dtype
+            self.model.visual.config._attn_implementation = packed_attention()
+        self.model.eval().requires_grad_(False)
+        del self.model.language_model
+        self.dtype, self._vision = dtype, vision
 
     def forward(self, images: list[dict[str, torch.Tensor]]) -> torch.Tensor:
         """Pixels of images, on the device -> features [tokens of all, (1 + deepstack layers) * C]."""
-        patches = torch.cat([image["pixel_values"] for image in images]).to(self.dtype)
-        grids = torch.cat([image["image_grid_thw"] for image in images])
-        output = self.visual(patches, grid_thw=grids)
-        return torch.cat([output.pooler_output, *getattr(output, "deepstack_features", ())], dim=-1)
+        pixels = [image["pixel_values"].to(self.dtype) for image in images]
+        if pixels[0].ndim == 4:  # [1, 3, H, W]: the tower leaves out the padding by the sizes
+            height, width = (max(x.shape[side] for x in pixels) for side in (2, 3))
+            pixels = [F.pad(x, (0, width - x.shape[3], 0, height - x.shape[2])) for x in pixels]
+        sizes = {name: torch.cat([image[name] for image in images]) for name in SIZES if name in images[0]}
+        output = self.model.get_image_features(torch.cat(pixels), **sizes)
+        columns = [output.pooler_output, *getattr(output, "deepstack_features", ())]  # of each image
+        return torch.cat([torch.cat([*each]) for each in columns], dim=-1)
 
     def blank(self, num_tokens: int, device: torch.device) -> dict[str, torch.Tensor]:
-        """Pixels of an image of about this number of tokens, two rows of them."""
-        merge, patch = self.visual.spatial_merge_size, next(iter(self.visual.patch_embed.parameters()))[0].numel()
+        """Pixels of about this number of tokens: one image with two rows of them, or several of the largest size."""
+        merge, side = self._vision.merge_size, self._vision.patch_size * self._vision.merge_size
+        if columns := self._vision.image_size // side:
+            num_images, side = -(-num_tokens // columns**2), columns * side
+            sizes = {"image_sizes": torch.full((num_images, 2), side)} if self._vision.family.marks else {}
+            return {"pixel_values": torch.zeros(num_images, 3, side, side, device=device), **sizes}
         grid = torch.tensor([[1, 2 * merge, num_tokens // 2 * merge]], device=device)
+        patch = next(iter(self.model.visual.patch_embed.parameters()))[0].numel()
         return {"pixel_values": torch.zeros(int(grid.prod()), patch, device=device), "image_grid_thw": grid}
 
     def load(self, model_path: str) -> None:
         """Fill it from the safetensors files: every parameter once, every tensor of the tower used."""
-        left = dict(self.visual.named_parameters())
+        left = {_plain(name): param for name, param in self.model.named_parameters()}
         for file in sorted(Path(model_path).glob("*.safetensors")):
             with open_tensors(file, "pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (no mapping)
                     if (match := TENSORS.fullmatch(name)) is None:
                         continue
-                    param = left.pop(match[1], None)
+                    param = left.pop(_plain(match[1]), None)
                     if param is None:
                         raise CheckpointError(f"{file}: {name} is no tensor of this vision tower, or comes twice.")
                     tensor = tensors.get_tensor(name)
@@ -106,7 +118,7 @@ class VisionTower(nn.Module):
 
         Qwen2.5-VL's have 3,420.
         """
-        for mlp in self.visual.modules():
+        for mlp in self.model.modules():
             if not all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")):
                 continue
             missing = -mlp.down_proj.in_features % 64
@@ -120,7 +132,12 @@ class VisionTower(nn.Module):
     def init_dummy(self, seed: int) -> None:
         """Random weights."""
         generator = torch.Generator(next(self.parameters()).device).manual_seed(seed)
-        for name, param in self.visual.named_parameters():
+        for name, param in self.model.named_parameters():
             param.normal_(0, DUMMY_STD, generator=generator)
             if "norm" in name and name.endswith("weight"):
                 param.add_(1)
+
+
+def _plain(name: str) -> str:
+    """A tensor's name in any version of transformers: later ones have one module less around SigLIP."""
+    return name.replace("vision_tower.vision_model.", "vision_tower.")

@@ -24,6 +24,7 @@ from nanovllm.models.decoder import CausalLM
 from nanovllm.models.vision import VisionConfig
 from nanovllm.models.vision_tower import VisionTower
 from nanovllm.runner.device import model_defaults, select_device, select_dtype
+from nanovllm.runner.image_attention import Block, attending_both_ways, blocks_of
 from nanovllm.runner.inputs import DecodeInputs
 from nanovllm.runner.launchers import DecodeLauncher, PrefillLauncher
 from nanovllm.runner.part import Launcher, Part, Rank, Step
@@ -48,6 +49,7 @@ class VisionPart(Part):
         self._first_row = rank.config.model_config.max_position_embeddings - rank.config.max_num_batched_tokens
         self._axes = torch.from_numpy(vision.axes()).to(rank.device) if vision.section else None
         self._features: torch.Tensor | None = None  # of the batch that is launched
+        self._blocks: list[Block] = []  # of it, whose tokens attend each other both ways
         self._cut: dict[bytes, torch.Tensor] = {}  # features of an image whose last tokens come with the next chunk
         self.launchers: tuple[Launcher, ...] = (VisionLauncher(state.block_tables, self),)
 
@@ -90,6 +92,8 @@ class VisionPart(Part):
             is_image = batch.token_ids < 0
             arrays["input_ids"] = np.where(is_image, np.int32(self._vision.image_token_id), batch.token_ids)
             arrays["image_rows"] = np.flatnonzero(is_image).astype(np.int32)
+            if self._vision.num_whole:
+                self._blocks = blocks_of(batch, arrays["image_rows"], arrays["positions"])
             if self._vision.section:
                 self._prepare_positions(batch, is_image, arrays)
 
@@ -120,8 +124,8 @@ class VisionPart(Part):
     @property
     def _most_tokens(self) -> int:
         """Of images that the tower takes at once."""
-        config = self._rank.config
-        return min(MAX_PATCHES // self._vision.merge_size**2, max(config.max_num_batched_tokens, config.max_model_len))
+        config, num_patches = self._rank.config, MAX_PATCHES // (4 if self._vision.family.has_mask else 1)
+        return min(num_patches // self._vision.merge_size**2, max(config.max_num_batched_tokens, config.max_model_len))
 
     @property
     def _width(self) -> int:
@@ -147,7 +151,7 @@ class VisionPart(Part):
             context = replace(context, rope_rows=tensors["rope_rows"])
         if self._features is None:  # of this chunk all is text
             return model(input_ids, context)
-        with replaced(model, tensors["image_rows"].long(), self._features):
+        with replaced(model, tensors["image_rows"].long(), self._features), attending_both_ways(model, self._blocks):
             return model(input_ids, context)
 
     def _write_rope_rows(self, model: CausalLM, positions: torch.Tensor) -> None:

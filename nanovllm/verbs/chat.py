@@ -64,7 +64,7 @@ class Chat(LLMEngine):
         options.setdefault("add_generation_prompt", not options.get("continue_final_message"))
         self._require_ready()
         split = [self.split_parts(conversation) for conversation in conversations]
-        texts = [self.apply_chat_template(conversation, **options) for conversation, _ in split]
+        texts = [self.place_parts(self.apply_chat_template(talk, **options), others) for talk, others in split]
         encoded = zip(texts, self.tokenize(texts, False, sampling_params or SamplingParams()), split, strict=True)
         prompts: list[Prompt] = [
             {"prompt": text, "prompt_token_ids": ids, **others} for text, ids, (_, others) in encoded
@@ -74,6 +74,10 @@ class Chat(LLMEngine):
     def split_parts(self, conversation: Conversation) -> tuple[Conversation, dict[str, Any]]:
         """A conversation for the chat template, and the keys of a prompt that hold its parts besides text."""
         return conversation, {}
+
+    def place_parts(self, text: str, others: dict[str, Any]) -> str:
+        """A conversation as text, with all that a tokenizer needs around the places of its other parts."""
+        return text
 
     @property
     def tokenizer(self) -> Any:

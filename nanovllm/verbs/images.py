@@ -60,6 +60,10 @@ class ImageVerbs(LLMEngine):
         conversation, images = take_images(list(conversation))
         return conversation, {"multi_modal_data": {"image": images}} if images else {}
 
+    def place_parts(self, text: str, others: dict[str, Any]) -> str:
+        loader = self._inputs.attachments
+        return loader.vision.placed(text) if others and isinstance(loader, ImageLoader) else text
+
 
 Draft = tuple[str | None, Any, Any, SamplingParams]  # of a request: text, token ids, sources of its images, parameters
 

@@ -114,6 +114,7 @@ class Harness:
             seed=0,
             tensor_parallel_size=1,
             max_logprobs=20,
+            language_model_only=True,
             speculates=method is not None and recurrent_rows is None,
             speculative_config=method and SpeculativeConfig.of(DRAFTED),
         )

@@ -86,10 +86,10 @@ class HybridBlockManager(BlockManager):
             self._loads[seq.seq_id] = self.snapshots.hit(self._hash_at(seq, seq.num_computed_tokens))
         return prefix
 
-    def chunk_end(self, start: int, stop: int) -> int:
+    def chunk_end(self, seq: Sequence, start: int, stop: int) -> int:
         """With one of the kernels' chunks, if one ends there."""
         aligned = stop - stop % self.chunk
-        return aligned if aligned > start else stop
+        return aligned if aligned > start and stop < seq.num_tokens else stop
 
     def computed(self, seq: Sequence, start: int, stop: int) -> None:
         """Record the initial state of a sequence and the snapshots that it saves."""

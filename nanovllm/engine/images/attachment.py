@@ -1,6 +1,7 @@
 """The images of one prompt: their places among its tokens, their positions, and the parts of them that chunks need."""
 
 import hashlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,21 +22,23 @@ class Images(Attachment):
         vision: the tower of the checkpoint.
         prompt_ids: with a placeholder for each image, or already one for each of its tokens.
         images: in the order of their placeholders.
+        layout: from the grid of an image to the ids that take the place of its placeholder.
 
     Attributes:
         prompt_ids: int64 [T], with a placeholder for each token of an image.
     """
 
-    def __init__(self, vision: VisionConfig, prompt_ids: np.ndarray, images: "list[Image]"):
+    def __init__(self, vision: VisionConfig, prompt_ids: np.ndarray, images: "list[Image]",
+                 layout: Callable[[np.ndarray], np.ndarray]):
         sizes = [image.num_tokens for image in images]
         num_placeholders = np.count_nonzero(prompt_ids == vision.image_token_id)
         if num_placeholders == len(images):
-            counts = np.ones(len(prompt_ids), np.int64)
-            counts[prompt_ids == vision.image_token_id] = sizes
-            prompt_ids = np.repeat(prompt_ids, counts)
+            first, *others = np.split(prompt_ids, np.flatnonzero(prompt_ids == vision.image_token_id))
+            parts = [ids for image, text in zip(images, others, strict=True) for ids in (layout(image.grid), text[1:])]
+            prompt_ids = np.concatenate([first, *parts])
         elif num_placeholders != sum(sizes):
             raise wrong_count(vision, num_placeholders, len(images))
-        self._images, self.prompt_ids = images, prompt_ids
+        self._vision, self._images, self.prompt_ids = vision, images, prompt_ids
         is_image = prompt_ids == vision.image_token_id
         self._first_rows = np.append(0, np.cumsum(sizes))  # of each image, among the tokens of images
         self._row = np.append(0, np.cumsum(is_image))  # tokens of images before each token
@@ -43,6 +46,14 @@ class Images(Attachment):
         if images:
             self.token_ids[is_image] = np.concatenate([content_ids(image.digest, image.num_tokens) for image in images])
         self._positions = vision.positions(is_image, [image.grid for image in images]) if vision.section else None
+
+    def chunk_end(self, start: int, stop: int) -> int:
+        if not self._vision.num_whole:
+            return stop
+        row = self._row[min(stop, len(self.token_ids))]
+        num_cut = row - self._first_rows[np.searchsorted(self._first_rows, row, "right") - 1]
+        # Behind ``start`` may be the end of an image whose beginning is cached: computed with the whole of it, as well.
+        return max(start, stop - int(num_cut))
 
     def part(self, start: int, stop: int) -> ImagePart | None:
         length = len(self.token_ids)

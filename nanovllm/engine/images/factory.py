@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 from nanovllm.config import Config
 from nanovllm.engine.images.loading import ImageLoader
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
-from nanovllm.errors import RequestError
+from nanovllm.errors import CheckpointError, RequestError
 from nanovllm.models.vision import VisionConfig
 
 
@@ -31,4 +31,12 @@ def make_images(config: Config, tokenizer: AsyncTokenizer) -> ImageLoader | Refu
         return None
     if missing := vision.missing():
         return Refusal(f"they need {missing}; pip install 'nanovllm[vision]'")
-    return ImageLoader(vision, config, tokenizer)
+    if vision.num_whole > config.max_num_batched_tokens:
+        return Refusal(
+            f"one has {vision.num_whole} tokens, which attend each other both ways, and a launch takes "
+            f"{config.max_num_batched_tokens}; raise max_num_batched_tokens"
+        )
+    try:
+        return ImageLoader(vision, config, tokenizer)
+    except CheckpointError as error:  # of its image processor, which text does not need
+        return Refusal(str(error).rstrip("."))

@@ -11,6 +11,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from threading import RLock
 from typing import Any
 
@@ -44,7 +45,7 @@ class Image:
     def __init__(self, loader: "ImageLoader", source: Any, options: dict[str, Any]):
         self._loader, self._source, self._options = loader, source, options
         pixels = loader.process(source, options)
-        self.grid = pixels["image_grid_thw"][0].numpy()
+        self.grid = loader.vision.grid(pixels)
         self.num_tokens = loader.vision.num_tokens(self.grid)
         contents = source if isinstance(source, bytes) else b"%r" % (source.size,) + source.convert("RGB").tobytes()
         name = json.dumps([options, self.grid.tolist()], sort_keys=True, default=str)
@@ -72,7 +73,7 @@ class ImageLoader:
         self.vision, self._model_path, self._tokenizer = vision, config.model_path, tokenizer
         self.permissions = Permissions(config.allowed_local_media_path, tuple(config.allowed_media_domains or ()))
         self._limit = (config.limit_mm_per_prompt or {}).get("image", NO_LIMIT)
-        self._options = options = config.mm_processor_kwargs or {}
+        self._options = options = {**vision.processor_options, **(config.mm_processor_kwargs or {})}
         self.threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="nanovllm-images")
         self.num_bytes = 0  # of the pixels that wait
         self._waiting: OrderedDict[object, dict[str, Any]] = OrderedDict()
@@ -102,7 +103,7 @@ class ImageLoader:
         """
         text, ids = split_prompt({key: prompt[key] for key in prompt if key not in KEYS})
         if ids is None:
-            (ids,) = self._tokenizer.encode([text])
+            (ids,) = self._tokenizer.encode([self.vision.placed(str(text))])
         sources, options = self._sources(prompt), prompt.get("mm_processor_kwargs") or {}
         if not isinstance(options, Mapping):
             raise RequestError(f"mm_processor_kwargs must be a dictionary, not {options!r:.100}.")
@@ -128,7 +129,16 @@ class ImageLoader:
             except BaseException as error:
                 refused = as_request_error(error)
                 raise RequestError(f"image {i}: {refused}" if len(images) > 1 else str(refused)) from None
-        return Images(self.vision, ids, found)
+        return Images(self.vision, ids, found, lambda grid: self.vision.layout(grid, self._marks))
+
+    @cached_property
+    def _marks(self) -> list[int]:
+        """The ids of ``TowerFamily.marks``."""
+        marks = self.vision.family.marks
+        (ids,) = self._tokenizer.encode(["".join(marks)], add_special_tokens=False) if marks else ([],)
+        if len(ids) != len(marks):
+            raise RequestError(f"the tokenizer lacks {' or '.join(marks)}, so images have no place in a prompt.")
+        return ids
 
     def _load(self, source: Any, options: dict[str, Any]) -> Image:
         return Image(self, read_source(source, self.permissions), options)

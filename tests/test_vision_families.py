@@ -1,0 +1,325 @@
+"""Every family with a vision tower, next to transformers; and what some families have of their own."""
+
+import json
+import random
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import vision_families
+from helpers import generate_with_logits, needs, refuses, tokens_of
+from safetensors.torch import load_file, save_file
+from vision_families import END, FAMILIES, IMAGE, LAST_END, ROW_END, START, Twin, image
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.models.vision import VisionConfig
+from nanovllm.models.vision_tower import VisionTower
+
+pytestmark = needs("engine.images")
+PAGE, WIDE, TALL = image(40, 24, 1), image(33, 70, 2), image(90, 18, 3)
+PROMPTS = [  # token ids with a placeholder for each image, and the images: several, none, first, last, equal ones
+    ([5, 6, START, IMAGE, END, 9, START, IMAGE, END, 7, 8, 3], [PAGE, WIDE]),
+    ([4, 3, 2], []),
+    ([IMAGE, 9, 8], [WIDE]),
+    ([9, 8, 7, START, IMAGE], [PAGE]),
+    ([IMAGE, 1, 7, 1, 7] * 3, [PAGE, TALL, PAGE]),
+]
+N = 5
+GREEDY = SamplingParams(temperature=0, max_tokens=N, ignore_eos=True)
+
+
+def given(ids, images):
+    return {"prompt_token_ids": ids, "multi_modal_data": {"image": images}}
+
+
+def engine(path, **options):
+    options = {"kvcache_block_size": 16, "dtype": "float32", "device": "cpu", "quiet": True} | options
+    return LLM(str(path), **options)
+
+
+def made(family, tmp_path_factory):
+    path = tmp_path_factory.mktemp(family)
+    return str(path), Twin(vision_families.make_checkpoint(family, path), path)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request, tmp_path_factory):
+    """Directory, twin, and the tokens that transformers continues PROMPTS with."""
+    path, twin = made(request.param, tmp_path_factory)
+    return path, twin, [twin.greedy(ids, images, N) for ids, images in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def gemma3(tmp_path_factory):
+    return made("gemma3", tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def mistral3(tmp_path_factory):
+    return made("mistral3", tmp_path_factory)
+
+
+@pytest.mark.parametrize("options", [
+    {},
+    {"max_num_batched_tokens": 21, "max_num_seqs": 4},  # images are cut, or wait for the next launch
+    {"max_num_batched_tokens": 40, "max_num_seqs": 2, "enable_prefix_caching": False},
+], ids=["plain", "chunks", "uncached"])  # fmt: skip
+def test_tokens_are_those_of_transformers(checkpoint, options):
+    """All in a batch, and twice: the second time beginnings come from the prefix cache, if there is one."""
+    path, _, expected = checkpoint
+    with engine(path, **options) as llm:
+        for _ in range(2):
+            assert tokens_of(llm.generate([given(*each) for each in PROMPTS], GREEDY, use_tqdm=False)) == expected
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral3", "qwen2_vl"])
+def test_two_ranks(family, tmp_path_factory):
+    path, twin = made(family, tmp_path_factory)
+    with engine(path, tensor_parallel_size=2, max_num_batched_tokens=30, max_num_seqs=8) as llm:
+        found = tokens_of(llm.generate([given(*each) for each in PROMPTS], GREEDY, use_tqdm=False))
+    assert found == [twin.greedy(ids, images, N) for ids, images in PROMPTS]
+
+
+def test_logits_are_those_of_transformers(checkpoint):
+    path, twin, _ = checkpoint
+    ids, images = PROMPTS[0]
+    with engine(path, max_num_seqs=1) as llm:
+        prompt = llm._inputs.attachments.encode(given(ids, images))[1].prompt_ids.tolist()
+        _, (logits,) = generate_with_logits_of(llm, prompt, images)
+    expected = twin.logits(ids, images)[-1]
+    assert (logits[0] - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def generate_with_logits_of(llm, prompt, images):
+    """``generate_with_logits`` of an expanded prompt with images."""
+    plain = llm.generate
+
+    def generate(prompts, *args, **kwargs):
+        return plain([given(each, images) for each in prompts], *args, **kwargs)
+
+    llm.generate = generate
+    return generate_with_logits(llm, [prompt], 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-3), ("bfloat16", 0.1)])
+def test_on_a_gpu(checkpoint, dtype, tolerance):
+    """Mean error of the prompt's log-probabilities, and of tokens in a mixed batch there are as many."""
+    path, twin, _ = checkpoint
+    params = SamplingParams(temperature=0, max_tokens=N, ignore_eos=True, prompt_logprobs=0)
+    with engine(path, device="cuda", dtype=dtype, kvcache_block_size=16, max_num_batched_tokens=64) as llm:
+        outputs = llm.generate([given(*each) for each in PROMPTS], params, use_tqdm=False)
+    for output, (ids, images) in zip(outputs, PROMPTS, strict=True):
+        tokens = output.prompt_token_ids
+        want = twin.logits(ids, images).log_softmax(-1)[range(len(tokens) - 1), tokens[1:]]
+        pairs = zip(output.prompt_logprobs[1:], tokens[1:], strict=True)
+        found = torch.tensor([logprobs[token].logprob for logprobs, token in pairs])
+        assert (found - want).abs().mean() < tolerance
+        assert len(output.outputs[0].token_ids) == N
+
+
+def test_blank_pixels(checkpoint):
+    """The start on a GPU measures the tower with them."""
+    path, _, _ = checkpoint
+    vision = VisionConfig.read(path)
+    tower = VisionTower(vision, path, torch.float32)
+    tower.init_dummy(0)
+    features = tower([tower.blank(50, torch.device("cpu"))])
+    num_features, width = features.shape
+    assert 50 <= num_features < 150 and width % tower.model.config.text_config.hidden_size == 0
+    assert torch.isfinite(features).all()
+
+
+def test_dummy_weights(checkpoint):
+    path, _, _ = checkpoint
+    with engine(path, load_format="dummy") as llm:
+        output = llm.generate(given(*PROMPTS[0]), GREEDY, use_tqdm=False)[0]
+    assert len(output.outputs[0].token_ids) == N
+
+
+@pytest.mark.parametrize("architecture, fields, expected", [
+    ("Gemma3ForConditionalGeneration", {
+        "image_token_index": 262144, "mm_tokens_per_image": 256, "text_config": {},
+        "vision_config": {"hidden_size": 1152, "image_size": 896, "patch_size": 14, "vision_use_head": False},
+    }, (262144, 4, 14, 896, 256)),
+    ("Mistral3ForConditionalGeneration", {
+        "image_token_index": 10, "spatial_merge_size": 2, "vision_feature_layer": -1, "text_config": {},
+        "vision_config": {"model_type": "pixtral", "hidden_size": 1024, "image_size": 1540, "patch_size": 14},
+    }, (10, 2, 14, 1540, 0)),
+    ("Qwen2VLForConditionalGeneration", {
+        "image_token_id": 151655, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "vision_config": {"embed_dim": 1280, "hidden_size": 3584, "patch_size": 14, "spatial_merge_size": 2},
+    }, (151655, 2, 14, 0, 0)),
+], ids=["gemma-3-4b-it", "Mistral-Small-3.1", "Qwen2-VL-7B"])  # fmt: skip
+def test_published_fields(architecture, fields, expected, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], **fields}))
+    vision = VisionConfig.read(str(tmp_path), is_dummy=True)
+    assert vision[1:6] == expected  # from the placeholder to the tokens of an image
+
+
+# ---------------------------------------------------------------- Gemma 3
+
+
+def chunks_of(llm, prompts):
+    """The token ids of each chunk of all prefills, and the completions."""
+    found, forward = [], llm.model_runner.forward
+
+    def record(batch):
+        if not batch.is_decode:
+            ends = np.cumsum(batch.stops - batch.starts)
+            found.extend(np.split(batch.token_ids, ends[:-1]))
+        return forward(batch)
+
+    llm.model_runner.forward = record
+    return found, tokens_of(llm.generate(prompts, GREEDY, use_tqdm=False))
+
+
+@pytest.mark.parametrize("budget", [16, 17, 23, 31, 50])
+def test_no_chunk_ends_within_an_image_that_attends_both_ways(gemma3, budget):
+    path, twin = gemma3
+    rng, images = random.Random(budget), [PAGE, WIDE, TALL]
+    cases = []
+    for _ in range(8):
+        chosen = rng.choices(images, k=rng.randrange(4))
+        text = [[rng.randrange(3, 180) for _ in range(rng.randrange(1, 30))] for _ in range(len(chosen) + 1)]
+        ids = sum(([START, IMAGE, END, *part] for part in text[1:]), text[0])
+        cases.append((ids, chosen))
+    options = {"max_num_batched_tokens": budget, "max_num_seqs": 3, "enable_prefix_caching": bool(budget % 2)}
+    with engine(path, **options) as llm:
+        chunks, found = chunks_of(llm, [given(*case) for case in cases])
+    assert found == [twin.greedy(*case, N) for case in cases]
+    assert all(0 < len(chunk) <= budget for chunk in chunks)
+    if not options["enable_prefix_caching"]:
+        assert all(np.count_nonzero(chunk < 0) % 16 == 0 for chunk in chunks)
+    assert sum(np.count_nonzero(chunk < 0) for chunk in chunks) > 0
+
+
+def test_a_hit_may_end_within_an_image_that_attends_both_ways(gemma3):
+    """The keys found were computed with the whole of it, and its other tokens see these and each other."""
+    path, twin = gemma3
+    first = [*range(3, 12), START, IMAGE, END, 7, 8], [PAGE]
+    second = [*range(3, 12), START, IMAGE, END, 9, 8, 3, 5], [PAGE]
+    with engine(path, max_num_batched_tokens=18, max_num_seqs=2) as llm:
+        for case, num_cached in ((first, [0]), (second, range(16, 26))):
+            output = llm.generate(given(*case), GREEDY, use_tqdm=False)[0]
+            assert output.num_cached_tokens in num_cached
+            assert output.outputs[0].token_ids == twin.greedy(*case, N)
+    with engine(path, enable_prefix_caching=False) as llm:
+        causal = llm.generate(given(*first), GREEDY, use_tqdm=False)[0]
+    assert causal.outputs[0].token_ids == twin.greedy(*first, N)
+
+
+def test_an_image_longer_than_a_launch_is_refused(gemma3):
+    path, twin = gemma3
+    with engine(path, max_num_batched_tokens=15, max_num_seqs=4) as llm:
+        with refuses("one has 16 tokens, which attend each other both ways, and a launch takes 15"):
+            llm.generate(given([IMAGE, 5], [PAGE]), GREEDY)
+        assert tokens_of(llm.generate([[4, 3, 2]], GREEDY, use_tqdm=False)) == [twin.greedy([4, 3, 2], [], N)]
+
+
+def test_a_waiting_image_can_be_aborted(gemma3):
+    """It has blocks and a request slot, and none of its tokens was computed."""
+    path, _ = gemma3
+    with engine(path, max_num_batched_tokens=20, max_num_seqs=2, enable_prefix_caching=False) as llm:
+        num_free = llm.scheduler.block_manager.num_available
+        text = llm.add_request([5, 6, 7, 8, 9], GREEDY)
+        request = llm.add_request(given([IMAGE, 5], [PAGE]), GREEDY)
+        llm.step()
+        llm.abort(request)
+        outputs = {}
+        while not llm.is_finished():
+            outputs |= dict(llm.step()[0])
+        assert text in outputs and llm.scheduler.block_manager.num_available == num_free
+
+
+def test_text_around_an_image_is_that_of_transformers(gemma3):
+    """Newlines merge with those of the text, so these stand in the text before it is tokenized."""
+    path, _ = gemma3
+    with engine(path) as llm:
+        tokenizer = llm.get_tokenizer()
+        text = "ab\n<start_of_image>\ncd <start_of_image><start_of_image>"
+        full = f"\n\n<start_of_image>{'<image_soft_token>' * 16}<end_of_image>\n\n"
+        expected = tokenizer(text.replace("<start_of_image>", full))["input_ids"]
+        images = [PAGE, TALL, WIDE]
+        output = llm.generate({"prompt": text, "multi_modal_data": {"image": images}}, GREEDY, use_tqdm=False)[0]
+        assert output.prompt_token_ids == expected
+        template = "{% for p in messages[0]['content'] %}{{ p['text'] or '<start_of_image>' }}{% endfor %}"
+        content = [{"type": "text", "text": "ab\n"}, {"type": "image", "image": PAGE}, {"type": "text", "text": "\ncd"}]
+        chat = llm.chat([{"role": "user", "content": content}], GREEDY, use_tqdm=False, chat_template=template)[0]
+        text = "ab\n<start_of_image>\ncd".replace("<start_of_image>", full)
+        expected = tokenizer(text)["input_ids"]
+        assert chat.prompt_token_ids == expected
+        # an expanded text may come back
+        again = llm.generate({"prompt": text, "multi_modal_data": {"image": PAGE}}, GREEDY, use_tqdm=False)[0]
+        assert again.prompt_token_ids == expected
+        assert chat.outputs[0].token_ids == again.outputs[0].token_ids
+        with refuses("0 image placeholders"):
+            llm.generate({"prompt": "ab", "multi_modal_data": {"image": PAGE}}, GREEDY)
+
+
+@pytest.mark.parametrize("family, options, reason", [
+    ("gemma3", {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 8, "pan_and_scan_max_num_crops": 4,
+                "pan_and_scan_min_ratio_to_activate": 1.2}, r"make 5 image\(s\) of 32 × 32 pixels; .* one of 32 × 32"),
+    ("gemma3", {"size": {"height": 64, "width": 64}}, r"make 1 image\(s\) of 64 × 64 pixels; .* one of 32 × 32"),
+    ("mistral3", {"size": {"longest_edge": 88}}, r"make 1 image\(s\) of 88 × 16 pixels; .* one of at most 72 × 72"),
+    ("mistral3", {"patch_size": 4}, r"make 1 image\(s\) of 72 × 12 pixels; .* squares of 8"),
+])  # fmt: skip
+def test_images_that_the_tower_does_not_take(family, options, reason, request):
+    """They are errors of their requests, in place of the engine's."""
+    path, _ = request.getfixturevalue(family)
+    with engine(path) as llm:
+        prompt = {**given([IMAGE, 5], [image(90, 14, 4)]), "mm_processor_kwargs": options}
+        output = llm.generate(prompt, GREEDY, use_tqdm=False)[0]
+    assert re.search(reason, output.outputs[0].stop_reason)
+
+
+# ---------------------------------------------------------------- Mistral 3
+
+
+def test_rows_of_an_image_end_with_tokens_of_the_tokenizer(mistral3):
+    path, _ = mistral3
+    with engine(path) as llm:
+        output = llm.generate({"prompt": "ab[IMG]c", "multi_modal_data": {"image": PAGE}}, GREEDY, use_tqdm=False)[0]
+        a, b, c = llm.tokenize(["abc"])[0]
+    row = [IMAGE] * 3  # 24 pixels of width, 4 a patch, 2 patches a token
+    assert output.prompt_token_ids == [a, b, *[*row, ROW_END] * 4, *row, LAST_END, c]
+    with engine(path, skip_tokenizer_init=True) as llm:
+        again = llm.generate(given(output.prompt_token_ids, [PAGE]), GREEDY, use_tqdm=False)[0]
+        assert again.outputs[0].token_ids == output.outputs[0].token_ids
+        failed = llm.generate(given([a, IMAGE, c], [PAGE]), GREEDY, use_tqdm=False)[0]
+        assert "needs a tokenizer" in failed.outputs[0].stop_reason
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral3"])
+def test_names_of_tensors(family, request, tmp_path):
+    """As published, and as transformers has them in memory, older and newer."""
+    path, twin = request.getfixturevalue(family)
+    expected = twin.greedy(*PROMPTS[0], N)
+    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+    published = load_file(f"{path}/model.safetensors")
+    plain = {name.replace("vision_tower.vision_model.", "vision_tower."): x for name, x in published.items()}
+    inner = {f"model.{name}".replace("model.language_model.model.", "model.language_model."): x
+             for name, x in plain.items()}  # fmt: skip
+    inner = {re.sub(r"^model\..*lm_head\.", "lm_head.", name): x for name, x in inner.items()}
+    outer = {name.replace("vision_tower.", "vision_tower.vision_model."): x for name, x in plain.items()}
+    for tensors in (inner, plain, outer):
+        save_file(tensors, tmp_path / "model.safetensors")
+        with engine(tmp_path) as llm:
+            assert tokens_of(llm.generate([given(*PROMPTS[0])], GREEDY, use_tqdm=False)) == [expected]
+
+
+def test_images_that_attend_both_ways_differ_from_causal_ones(gemma3, monkeypatch):
+    """Else the tests here would show nothing."""
+    from nanovllm.runner import images
+
+    path, twin = gemma3
+    monkeypatch.setattr(images, "blocks_of", lambda *args: [])
+    ids, chosen = PROMPTS[0]
+    with engine(path, max_num_seqs=1) as llm:
+        prompt = llm._inputs.attachments.encode(given(ids, chosen))[1].prompt_ids.tolist()
+        _, (logits,) = generate_with_logits_of(llm, prompt, chosen)
+    expected = twin.logits(ids, chosen)[-1]
+    assert (logits[0] - expected).abs().max() > 1e-3 * expected.abs().max()
+    assert torch.isfinite(logits).all()
