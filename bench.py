@@ -176,6 +176,7 @@ def run_engine(name: str, args: argparse.Namespace, model: str | None) -> dict[s
     result = {
         "engine": name,
         "how": engine.how,
+        "dtype": str(engine.dtype).removeprefix("torch."),
         "import_s": round(engine.import_seconds, 2),
         "start_s": round(engine.start_seconds, 2),
         "warmup_s": round(perf_counter() - start, 2),
@@ -255,7 +256,7 @@ def main(argv: list[str] | None = None) -> None:
         "model": f"{shape} shape, random weights" if args.size else args.model or "demo model",
         "scale": args.scale,
         "device": device_name(args.device, args.tensor_parallel_size),
-        "dtype": args.dtype,
+        "dtype": " / ".join(dict.fromkeys(engine["dtype"] for engine in engines)),
         "quantization": args.quantization,
         "kv_cache_dtype": args.kv_cache_dtype,
         "tensor_parallel_size": args.tensor_parallel_size,

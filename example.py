@@ -1,3 +1,8 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["nanovllm"]
+# tool.uv.sources.nanovllm = { path = ".", editable = true }
+# ///
 """Answers prompts with a chat model: ``python example.py [--model M] [prompt ...]``."""
 
 import argparse

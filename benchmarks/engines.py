@@ -33,6 +33,7 @@ class Engine:
     import_seconds: float
     start_seconds: float
     vocab_size: int
+    dtype: Any  # that it computes in, whatever was asked for
     how = ""  # for the table: how it served the requests, where that is a choice
 
     def generate(self, prompts: list[list[int]], max_tokens: list[int], temperature: float) -> list[list[int]]:
@@ -72,6 +73,7 @@ class NanoVLLM(Engine):
         self.vocab_size = self.llm.config.model_config.vocab_size
         self.make_params = SamplingParams
         runner = self.llm.model_runner
+        self.dtype = runner.rank.dtype
         self.how = f"{runner.num_kvcache_blocks} KV blocks of {self.llm.config.kvcache_block_size} tokens"
 
     def generate(self, prompts, max_tokens, temperature):
@@ -100,7 +102,7 @@ class NanoVLLM(Engine):
             ImageLoader._load = load
 
     def embed(self, prompts):
-        return [output.embedding for output in self.llm.embed(prompts, True)]
+        return [output.embedding for output in self.llm.embed(prompts, True, use_tqdm=False)]
 
     def exit(self):
         self.llm.exit()
@@ -132,7 +134,8 @@ class Transformers(Engine):
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device)
         config = AutoConfig.from_pretrained(options.model)
-        dtype = select_dtype(options.dtype, str(config.dtype or "float32").removeprefix("torch."), self.device)
+        of_checkpoint = str(config.dtype or "float32").removeprefix("torch.")
+        self.dtype = dtype = select_dtype(options.dtype, of_checkpoint, self.device)
         if options.dummy:
             with self.device:
                 model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -230,7 +233,8 @@ class VLLM(Engine):
             **extra,
         )
         self.import_seconds, self.start_seconds = imported - start, perf_counter() - imported
-        self.vocab_size = self.llm.llm_engine.model_config.get_vocab_size()
+        model_config = self.llm.llm_engine.model_config
+        self.vocab_size, self.dtype = model_config.get_vocab_size(), model_config.dtype
         self.make_params = SamplingParams
         self.dummy = options.dummy
 

@@ -1,3 +1,8 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["nanovllm[plot]"]
+# tool.uv.sources.nanovllm = { path = "..", editable = true }
+# ///
 """A job over a file, stopped in the middle and taken up again; then its metrics as a page, by matplotlib.
 
 The same at a prompt, for the second part: nanovllm batch questions.jsonl answers.jsonl --chat --temperature 0

@@ -1,3 +1,8 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["nanovllm"]
+# tool.uv.sources.nanovllm = { path = "..", editable = true }
+# ///
 """The most probable completions as a whole, which greedy decoding, token by token, may miss."""
 
 from nanovllm import LLM, BeamSearchParams

@@ -1,3 +1,8 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["nanovllm"]
+# tool.uv.sources.nanovllm = { path = "..", editable = true }
+# ///
 """Several completions of one prompt, and the one that the model itself finds most probable per token."""
 
 from nanovllm import LLM, SamplingParams

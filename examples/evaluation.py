@@ -1,3 +1,8 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["nanovllm[eval]"]
+# tool.uv.sources.nanovllm = { path = "..", editable = true }
+# ///
 """Evaluates the demo model on a small task with lm-evaluation-harness, offline.
 
     pip install '.[eval]' && python examples/evaluation.py

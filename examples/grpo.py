@@ -1,3 +1,8 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["nanovllm"]
+# tool.uv.sources.nanovllm = { path = "..", editable = true }
+# ///
 """A whole GRPO loop (arXiv:2402.03300): nanovllm samples, transformers trains, on one device or on a CPU.
 
 The demo model learns to answer without digits, which about half of its answers have: ``python examples/grpo.py``

@@ -1,3 +1,8 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["nanovllm[structured]"]
+# tool.uv.sources.nanovllm = { path = "..", editable = true }
+# ///
 """Text that a JSON schema describes, whatever the model would rather say.
 
 The schema gives the form, the model the content. The demo model knows capitals and sums, but has never seen JSON:

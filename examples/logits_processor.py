@@ -1,3 +1,8 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["nanovllm"]
+# tool.uv.sources.nanovllm = { path = "..", editable = true }
+# ///
 """A logits processor: a function of the tokens so far and of the logits. Here no token is generated twice.
 
 It is called for each token of its request, on the device's logits; requests without one pay nothing.

@@ -1,3 +1,8 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["nanovllm", "peft"]
+# tool.uv.sources.nanovllm = { path = "..", editable = true }
+# ///
 """A PEFT adapter: trained here in five seconds to answer sums in words, then merged into the model as it loads."""
 
 import tempfile

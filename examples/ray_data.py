@@ -1,3 +1,8 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["nanovllm[ray,parquet]"]
+# tool.uv.sources.nanovllm = { path = "..", editable = true }
+# ///
 """A parquet file of prompts through a cluster: one engine per actor, and Ray hands them the rows.
 
     pip install '.[ray]' && python examples/ray_data.py

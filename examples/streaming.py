@@ -1,3 +1,8 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["nanovllm"]
+# tool.uv.sources.nanovllm = { path = "..", editable = true }
+# ///
 """Text as it is generated; then many prompts, each as it finishes."""
 
 from nanovllm import LLM, SamplingParams

@@ -17,7 +17,7 @@ from nanovllm.errors import (
     WorkerError,
 )
 from nanovllm.outputs import CompletionOutput, Logprob, PoolingRequestOutput, RequestOutput, Score
-from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+from nanovllm.sampling_params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from nanovllm.contrib.beam_search import BeamSearchParams
@@ -27,8 +27,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM", "BeamSearchParams", "CheckpointError", "CompletionOutput", "ConfigError", "EngineError", "Logprob",
-    "NanoVLLMError", "OutOfMemoryError", "PoolingRequestOutput", "RequestError", "RequestOutput", "SamplingParams",
-    "Score", "StructuredOutputsParams", "WorkerError", "__version__",
+    "NanoVLLMError", "OutOfMemoryError", "PoolingRequestOutput", "RepetitionDetectionParams", "RequestError",
+    "RequestOutput", "SamplingParams", "Score", "StructuredOutputsParams", "WorkerError", "__version__",
 ]  # fmt: skip
 
 

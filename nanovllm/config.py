@@ -10,7 +10,7 @@ from typing import Any
 from nanovllm.errors import ConfigError
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.config_reader import DTYPES, read_model_config
-from nanovllm.sampling_params import DEFAULTS as SAMPLING_DEFAULTS
+from nanovllm.sampling_params import keyword_hint
 from nanovllm.utils.checkpoint import read_generation_config, resolve_model
 from nanovllm.validation import (
     Rule,
@@ -36,6 +36,7 @@ LIMITS = Rule(
     'a dictionary such as {"image": 4}, or None',
     lambda x: x is None or (isinstance(x, dict) and all(isinstance(n, int) and n >= 0 for n in x.values())),
 )
+MARK = optional(Rule("a non-empty string", lambda x: isinstance(x, str) and x != ""))
 PATH = Rule("a path, a hub id", lambda x: isinstance(x, (str, os.PathLike)) and str(x) != "")
 
 
@@ -134,6 +135,9 @@ class Config:
         max_logprobs: limit on the log-probabilities that a request may ask for at one place; -1 is the vocabulary.
         generation_config: "auto" takes the checkpoint's sampling defaults where a call gives no sampling parameters;
             "vllm" takes none.
+        reasoning_start_str: begins a model's thoughts, for thinking_token_budget; None: "<think>", if that is a token.
+        reasoning_end_str: ends them, and may begin with a phrase of transition, such as "Time is up.</think>"; None:
+            "</think>", if that is a token.
         speculative_config: draft tokens by lookup and verify several at once, with the same outputs; a dictionary, see
             ``SpeculativeConfig``. None: one token a step.
         language_model_only: load no vision tower; prompts are text.
@@ -178,6 +182,8 @@ class Config:
     logprobs_mode: str = option("raw_logprobs", choice("raw_logprobs", "processed_logprobs"))
     max_logprobs: int = option(20, integer("an integer >= 0, or -1 for no limit", lambda k: k >= -1))
     generation_config: str = option("auto", choice("auto", "vllm"))
+    reasoning_start_str: str | None = option(None, MARK)
+    reasoning_end_str: str | None = option(None, MARK)
     speculative_config: SpeculativeConfig | None = option(
         None, Rule("a dictionary or None", lambda x: x is None or isinstance(x, (dict, SpeculativeConfig))),
         feature="engine.speculation",
@@ -203,9 +209,7 @@ class Config:
         known = [option.name for option in fields(cls) if option.init]
         for name in options:
             if name not in known:
-                hint = did_you_mean(name, known)
-                if name in SAMPLING_DEFAULTS:
-                    hint = f" It is a parameter of a request: SamplingParams({name}=...)."
+                hint = keyword_hint(name, known)
                 raise ConfigError(f"LLM() has no option {name!r}.{hint} Options: {', '.join(known)}.")
         options = {"max_num_seqs": None, "max_num_batched_tokens": None} | options
         return cls(model, **options)

@@ -117,7 +117,7 @@ class Sequence:
     def min_num_tokens(self) -> int:
         """Lower bound of its final length, unless it fails or is aborted."""
         params = self.sampling_params
-        may_stop = not params.ignore_eos or params.stop or params.stop_token_ids or params.structured_outputs
+        may_stop = not params.ignore_eos or params.stop_token_ids or params.ends_by_content
         return self.num_prompt_tokens + params.min_tokens if may_stop else self.max_num_tokens
 
     @property

@@ -20,18 +20,18 @@ class RequestError(NanoVLLMError, ValueError):
     """A prompt or its sampling parameters cannot be served; nothing was queued."""
 
 
-def as_request_error(error: BaseException) -> RequestError:
-    """Return the error of one request, whatever its type, as RequestError.
+def as_request_error(error: BaseException, which: str = "") -> RequestError:
+    """Return the error of one request, whatever its type, as RequestError. ``which``: begins its text.
 
     Interrupts, and errors of the engine behind the request, are raised again: they are not of this request alone.
     """
     if isinstance(error, RequestError):
-        return error
+        return RequestError(f"{which}{error}") if which else error
     if isinstance(error, (NanoVLLMError, KeyboardInterrupt, SystemExit, GeneratorExit)):
         raise error
     refused = RequestError(  # of any other class: a panic of tokenizers is not even an Exception
-        f"this request fails with {type(error).__name__}: {error!s:.500}. Check the values of its prompt, parameters "
-        "and chat template."
+        f"{which}this request fails with {type(error).__name__}: {error!s:.500}. Check the values of its prompt, "
+        "parameters and chat template."
     )
     refused.__cause__ = error
     return refused

@@ -12,6 +12,7 @@ from nanovllm.engine.request import Request
 from nanovllm.engine.text.prompts import Prompt, as_prompts, is_one_prompt
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.verbs.arguments import refuses_unknown_keywords
 from nanovllm.verbs.chat import Chat
 from nanovllm.verbs.images import ImageVerbs
 from nanovllm.verbs.pooling import Pooling
@@ -22,6 +23,7 @@ from nanovllm.verbs.weights import WeightVerbs
 __all__ = ["LLM", "Prompt", "is_one_prompt"]
 
 
+@refuses_unknown_keywords
 class LLM(
     ImageVerbs,
     Chat,
@@ -50,7 +52,8 @@ class LLM(
             self._require_ready()
             k = min(k, self.config.model_config.vocab_size)
             params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=k, detokenize=False)
-            requests = self._inputs.make_all(self._inputs.encode(as_prompts(prompts)), params, is_checked=True)
+            encoded = self._inputs.encode(as_prompts(prompts), 0, params)
+            requests = self._inputs.make_all(encoded, params, is_checked=True)
             return collect(self, requests, Request.output)
 
     @property

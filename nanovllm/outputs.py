@@ -5,8 +5,8 @@ nano-vllm's scripts read a ``RequestOutput`` as a dictionary (``output["text"]``
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import InitVar, dataclass
+from typing import Any, Literal, NamedTuple
 
 from nanovllm.errors import EngineError
 
@@ -52,6 +52,19 @@ class Deferred:
         vars(instance)[self._key] = value
 
 
+class ReasoningBlock(NamedTuple):
+    """Characters of a text: its thinking is [start, end), and its marks reach from ``opens`` to ``closes``."""
+
+    opens: int
+    start: int
+    end: int
+    closes: int
+
+    def behind(self, first: int) -> "ReasoningBlock":
+        """The block in the text from the character ``first`` on."""
+        return ReasoningBlock(*(max(0, place - first) for place in self))
+
+
 @dataclass
 class CompletionOutput:
     """One completion of a request.
@@ -62,10 +75,14 @@ class CompletionOutput:
         token_ids: the generated token ids, a stop token included.
         cumulative_logprob: sum of the tokens' log-probabilities; None unless ``logprobs`` was asked for.
         logprobs: for each token a dict ``token id -> Logprob``; None unless asked for.
-        finish_reason: "stop" (an end-of-sequence or stop token, or a stop string), "length", or "error" (its grammar
-            or a logits processor failed while it was decoded, or its logits were NaN); None while unfinished.
-        stop_reason: the stop token id or the stop string that ended it, or what failed; None for the end-of-sequence
-            token.
+        finish_reason: "stop" (an end-of-sequence or stop token, a stop string, or a repetition), "length", or "error"
+            (its grammar or a logits processor failed while it was decoded, or its logits were NaN); None while
+            unfinished.
+        stop_reason: the stop token id or the stop string that ended it, "repetition_detected", or what failed; None for
+            the end-of-sequence token.
+        reasoning: the part of the text within the marks of the model's thinking, such as ``<think>`` and ``</think>``;
+            all of it where the thinking has not ended; None without thinking.
+        content: the rest of the text, without the marks.
     """
 
     index: int
@@ -76,12 +93,31 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     lora_request: None = None
+    reasoning_block: InitVar["Callable[[str, list[int]], ReasoningBlock | None] | ReasoningBlock | None"] = None
+
+    def __post_init__(self, reasoning_block: Any) -> None:
+        self._block = reasoning_block  # or a function of text and token ids, for the first who asks
+
+    def _reasoning_block(self) -> ReasoningBlock | None:
+        if self._block is not None and not isinstance(self._block, ReasoningBlock):
+            self._block = self._block(self.text, self.token_ids)
+        return self._block
+
+    @property
+    def reasoning(self) -> str | None:
+        block = self._reasoning_block()
+        return None if block is None else self.text[block.start : block.end]
+
+    @property
+    def content(self) -> str:
+        block = self._reasoning_block()
+        return self.text if block is None else self.text[: block.opens] + self.text[block.closes :]
 
     def finished(self) -> bool:
         return self.finish_reason is not None
 
     def __getstate__(self) -> dict[str, Any]:
-        _ = self.logprobs  # a function cannot be pickled
+        _ = self.logprobs, self._reasoning_block()  # functions cannot be pickled
         return vars(self)
 
 
@@ -117,6 +153,9 @@ class EmbeddingOutput:
     @property
     def hidden_size(self) -> int:
         return len(self.values)
+
+    def __repr__(self) -> str:
+        return f"EmbeddingOutput(hidden_size={self.hidden_size})"  # as vLLM's, without thousands of numbers
 
 
 @dataclass
@@ -198,7 +237,7 @@ class RequestOutput(dict):
         self.num_cached_tokens, self.metrics, self.lora_request = num_cached_tokens, None, None
 
     def __getattr__(self, name: str) -> Any:  # where it is no attribute
-        is_of_completion = name in CompletionOutput.__dataclass_fields__
+        is_of_completion = name in (*CompletionOutput.__dataclass_fields__, "reasoning", "content")
         hint = f"; its first completion has: output.outputs[0].{name}" if is_of_completion else ""
         raise AttributeError(f"a RequestOutput has no attribute {name!r}{hint}.")
 

@@ -4,7 +4,7 @@ import marshal
 import re
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from itertools import compress
 from operator import attrgetter, is_not
@@ -16,6 +16,7 @@ from nanovllm.validation import (
     Rule,
     at_least,
     check,
+    check_all,
     did_you_mean,
     integer,
     list_of,
@@ -27,6 +28,7 @@ from nanovllm.validation import (
 
 MAX_STOP_IDS = 16  # ids per request that min_tokens can mask: the width of the device's column
 MAX_LOGIT_BIAS = 1024  # biased ids per request
+MAX_LOGPROB_IDS = 128  # ids per request whose log-probabilities are reported by name, as in vLLM
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character: no text in UTF-8 holds one
 MIN_TEMPERATURE = 1e-5  # below it, logits / temperature may overflow, and the Gumbel noise has no effect anyway
 
@@ -74,6 +76,17 @@ ALLOWED_TOKEN_IDS = Rule(
     "a non-empty list of token ids >= 0, or None",
     lambda x: x is None or (isinstance(x, (list, tuple)) and len(x) > 0 and _are_token_ids(x)),
     lambda x: None if x is None else array("q", x).tolist(),
+)
+LOGPROB_TOKEN_IDS = Rule(
+    f"a list of 1 to {MAX_LOGPROB_IDS} token ids >= 0, or None",
+    lambda x: x is None or (isinstance(x, (list, tuple)) and 0 < len(x) <= MAX_LOGPROB_IDS
+                            and bool not in map(type, x) and _are_token_ids(x)),
+    lambda x: None if x is None else list(dict.fromkeys(map(int, x))),
+)  # fmt: skip
+BUDGET = Rule(
+    "an integer >= 0, -1 for no limit, or None",
+    lambda x: x is None or at_least(-1).accepts(x),
+    lambda x: None if x is None or x == -1 else int(x),
 )
 PROCESSORS = Rule(
     "a list of functions (token_ids, logits) -> logits, or None",
@@ -146,13 +159,51 @@ class StructuredOutputsParams(Parameters):
         return next(kind for kind in self.KINDS if getattr(self, kind) not in (None, False))
 
 
+@dataclass
+class RepetitionDetectionParams(Parameters):
+    """A repetition that ends a completion: its last tokens are one pattern, ``min_count`` times in a row.
+
+    Args:
+        max_pattern_size: tokens of the longest pattern; 0 is off.
+        min_pattern_size: tokens of the shortest; 0 is 1.
+        min_count: how often it must stand there; at least 2.
+
+    Raises:
+        RequestError: a value is out of range.
+    """
+
+    max_pattern_size: int = option(0, at_least(0))
+    min_pattern_size: int = option(0, at_least(0))
+    min_count: int = option(0, at_least(0))
+
+    def __post_init__(self) -> None:
+        vars(self).update(check_all(type(self).__name__, vars(self), rules_of(type(self)), RequestError))
+        if self.min_pattern_size > self.max_pattern_size:
+            raise RequestError(
+                f"RepetitionDetectionParams: min_pattern_size={self.min_pattern_size} must be at most "
+                f"max_pattern_size={self.max_pattern_size}."
+            )
+        if self.max_pattern_size and self.min_count < 2:
+            raise RequestError(f"RepetitionDetectionParams: min_count={self.min_count} must be an integer >= 2.")
+
+
+def _is_repetition(value: Any) -> bool:
+    is_object = isinstance(value, dict) and all(isinstance(name, str) for name in value)
+    return is_object or isinstance(value, RepetitionDetectionParams)
+
+
+def _as_repetition(value: Any) -> RepetitionDetectionParams | None:
+    params = RepetitionDetectionParams(**value) if isinstance(value, dict) else replace(value)
+    return params if params.max_pattern_size else None
+
+
 @dataclass(slots=True)
 class SamplingParams(Parameters):
     """Sampling parameters of one request. May be edited; checked when made and again when submitted.
 
     Order of the changes of the logits: allowed tokens, bad words and structured outputs; min_tokens; logits_processors;
-    logit_bias; repetition, frequency and presence penalty; temperature; top-k; top-p on the tokens it keeps; min-p,
-    relative to the most probable token.
+    logit_bias; repetition, frequency and presence penalty; thinking_token_budget; temperature; top-k; top-p on the
+    tokens it keeps; min-p, relative to the most probable token.
 
     Args:
         temperature: divides the logits; 0, or less than 1e-5, takes the most probable token (greedy).
@@ -170,7 +221,7 @@ class SamplingParams(Parameters):
             tokens are text with ``skip_special_tokens=False`` only.
         include_stop_str_in_output: keep the stop string, or the text of the stop token, in the text.
         logprobs: report the log-probability of each token and of this many most probable ones; 0 is the token alone.
-        prompt_logprobs: the same for the prompt's tokens. Such a request does not read the prefix cache.
+        prompt_logprobs: ``logprobs`` of the prompt's tokens. Such a request does not read the prefix cache.
         presence_penalty: subtracted from the logits of generated tokens, in [-2, 2].
         frequency_penalty: the same, times how often each was generated.
         repetition_penalty: divides positive logits of tokens of prompt and completion, multiplies negative ones.
@@ -186,6 +237,14 @@ class SamplingParams(Parameters):
             device; they return the logits to go on with. What one raises ends its request (finish_reason "error"). One
             with a method ``clone()`` is cloned for each completion.
         structured_outputs: a constraint on the text; see ``StructuredOutputsParams``.
+        logprob_token_ids: at most 128 ids, whose log-probabilities are reported beside that of each token, in place of
+            the most probable ones and without ranks; ``logprobs`` is None then, or their number.
+        thinking_token_budget: limit on the tokens of thoughts, those of a thought that the prompt leaves open included.
+            Then the tokens of ``LLM(reasoning_end_str=...)`` follow, whatever else is asked for. 0 closes a thought at
+            once; None or -1 is no limit. With it, structured outputs begin behind the thoughts.
+        repetition_detection: end the completion where its last tokens are one pattern several times in a row, once
+            it has ``min_tokens`` (stop_reason "repetition_detected"); a ``RepetitionDetectionParams``, or a dict of its
+            fields.
 
     Raises:
         RequestError: a name is unknown or a value out of range.
@@ -221,6 +280,11 @@ class SamplingParams(Parameters):
     structured_outputs: StructuredOutputsParams | None = option(
         None, optional(Rule("a StructuredOutputsParams", lambda x: isinstance(x, StructuredOutputsParams), replace))
     )
+    logprob_token_ids: list[int] | None = option(None, LOGPROB_TOKEN_IDS)
+    thinking_token_budget: int | None = option(None, BUDGET)
+    repetition_detection: RepetitionDetectionParams | dict[str, int] | None = option(
+        None, optional(Rule("a RepetitionDetectionParams, or a dict of its fields", _is_repetition, _as_repetition))
+    )
 
     def __post_init__(self) -> None:
         self.verify()
@@ -236,6 +300,11 @@ class SamplingParams(Parameters):
         if self.n > 1 and self.is_greedy:
             raise RequestError(
                 f"SamplingParams: n={self.n} must be 1 when temperature is 0 (greedy): all completions would be equal."
+            )
+        if self.logprobs not in (None, self.num_logprobs):
+            raise RequestError(
+                f"SamplingParams: logprobs={self.logprobs} must be None or {self.num_logprobs}, the number of "
+                "different logprob_token_ids, which are reported in place of the most probable tokens."
             )
         if self.stop and not self.detokenize:
             raise RequestError("SamplingParams: stop strings need detokenize=True; give stop_token_ids instead.")
@@ -266,9 +335,19 @@ class SamplingParams(Parameters):
 
     @property
     def looks_at_tokens(self) -> bool:
-        """Whether the host has a part in its sampling: masks, stop strings, log-probabilities, functions."""
-        has_masks = self.is_constrained or self.allowed_token_ids is not None
-        return has_masks or bool(self.stop or self.logits_processors) or self.logprobs is not None
+        """Whether the host has a part in it: masks, budgets, stops, repetitions, log-probabilities, functions."""
+        given = self.allowed_token_ids, self.thinking_token_budget, self.num_logprobs
+        return self.is_constrained or bool(self.ends_by_content or self.logits_processors) or given != (None,) * 3
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives reported with each token, named or most probable (-1: all); None: no log-probabilities."""
+        return self.logprobs if self.logprob_token_ids is None else len(self.logprob_token_ids)
+
+    @property
+    def ends_by_content(self) -> bool:
+        """Whether its tokens as a whole may end it: a stop string, a complete grammar, a repetition."""
+        return bool(self.stop or self.structured_outputs or self.repetition_detection)
 
     @property
     def has_penalties(self) -> bool:
@@ -282,3 +361,10 @@ class SamplingParams(Parameters):
 RULES = rules_of(SamplingParams)
 VALUES_OF = attrgetter(*(parameter.name for parameter in fields(SamplingParams)))
 DEFAULTS = {parameter.name: parameter.default for parameter in fields(SamplingParams)}
+
+
+def keyword_hint(name: str, known: Iterable[str], value: str = "...") -> str:
+    """A hint to append to an error about an unknown keyword, for one whose place is in ``SamplingParams``, too."""
+    if name in DEFAULTS:
+        return f" It is a parameter of a request: SamplingParams({name}={value})."
+    return did_you_mean(name, known)

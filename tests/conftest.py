@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tempfile
+from collections import Counter
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from types import SimpleNamespace
@@ -116,6 +117,14 @@ def pytest_runtest_protocol(item):
         if HAS_GPU and alone:
             torch.cuda.empty_cache()
         return result
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Each reason for skipped tests once, with their number: -rs has a line for every place, hundreds of them."""
+    skipped = terminalreporter.stats.get("skipped", ())
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    for reason, number in reasons.most_common():
+        terminalreporter.write_line(f"SKIPPED [{number:,}] {reason}")
 
 
 def pytest_sessionfinish():

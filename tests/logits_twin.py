@@ -130,6 +130,14 @@ def check_all(entries, token_ids, rows, k, tolerance=FP32_TOLERANCE):
         check_entry(entry, token_id, row, k, tolerance)
 
 
+def check_named(completion, rows, ids, tolerance=FP32_TOLERANCE):
+    """Each token, which has a rank, and these ids in their order, which have none."""
+    for entry, token_id, row in zip(completion.logprobs, completion.token_ids, rows, strict=True):
+        assert list(entry) == list(dict.fromkeys([token_id, *ids]))
+        assert all(close(row[i], x.logprob, tolerance) for i, x in entry.items())
+        assert [i for i, x in entry.items() if x.rank is not None] == [token_id]
+
+
 def check_same(entries, others, tolerance=FP32_TOLERANCE):
     """Two engines' lists; two tokens that are alike may change places, the last with one that is left out."""
     assert (entries is None) == (others is None)
@@ -159,11 +167,14 @@ def check_request(tiny, output, params, tolerance=FP32_TOLERANCE):
     """Raw log-probabilities of every completion, and of the prompt."""
     prompt = output.prompt_token_ids
     for completion in output.outputs:
-        if params.logprobs is None:
+        if params.num_logprobs is None:
             assert completion.logprobs is None and completion.cumulative_logprob is None
             continue
         rows = raw_rows(tiny, prompt, completion.token_ids)
-        check_all(completion.logprobs, completion.token_ids, rows, params.logprobs, tolerance)
+        if params.logprob_token_ids is None:
+            check_all(completion.logprobs, completion.token_ids, rows, params.logprobs, tolerance)
+        else:
+            check_named(completion, rows, params.logprob_token_ids, tolerance)
         total = sum(entry[i].logprob for entry, i in zip(completion.logprobs, completion.token_ids, strict=True))
         assert completion.cumulative_logprob == pytest.approx(total, abs=1e-6)
     if params.prompt_logprobs is None:

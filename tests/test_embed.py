@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from functools import partial
+from pathlib import Path
 
 import families
 import numpy as np
@@ -280,6 +281,21 @@ def test_rerank_with_weights_of_nan(form, reranker):
             llm.rerank(QUERY, DOCUMENTS, tokens=("0", "1"))
 
 
+def test_bars(reranker, capsys):
+    """As in test_progress.py: of the verbs that need a head."""
+    with LLM(str(reranker[2][1]), device="cpu", dtype="float32", quiet=True) as llm:
+        documents = [text for text in DOCUMENTS if text]
+        for verb, desc in ((partial(llm.rerank, QUERY), "Ranking"), (llm.classify, "Classifying")):
+            bar = OnUpdate()
+            capsys.readouterr()
+            verb(documents, use_tqdm=bar)
+            verb(documents, use_tqdm=False)
+            assert verb([]) == [] and capsys.readouterr() == ("", "")
+            assert (bar.options["total"], bar.options["desc"]) == (4, desc)
+            verb(documents)
+            assert f"\r{desc}: 100%" in capsys.readouterr().err
+
+
 def test_label_tokens_of_the_checkpoint(reranker, tmp_path):
     """config.json of a converted model may name tokens of the LM head in place of a head."""
     more = {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["0", "1"]}
@@ -335,6 +351,11 @@ def demo_with(tmp_path):
 
 
 OF_QUERIES = {"prompts": {"query": "Count: ", "document": ""}, "default_prompt_name": "query"}
+TEXT_5 = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
+VERSION_5 = {
+    "transformer_task": "feature-extraction", "modality_config": TEXT_5, "module_output_name": "token_embeddings",
+    "unpad_inputs": False, "processing_kwargs": {"chat_template": {"add_generation_prompt": True}}, "model_args": {},
+}  # fmt: skip
 FORMS_OF_TEXTS = {  # config_sentence_transformers.json, the Transformer's file, options of the call -> text, its tokens
     "default prompt": (OF_QUERIES, {}, {}, "Count: 1 + 22 IS Odd", None),
     "no default": ({**OF_QUERIES, "default_prompt_name": None}, {}, {}, "1 + 22 IS Odd", None),
@@ -343,6 +364,7 @@ FORMS_OF_TEXTS = {  # config_sentence_transformers.json, the Transformer's file,
     "lower case": (OF_QUERIES, {"do_lower_case": True}, {}, "count: 1 + 22 is odd", None),
     "cut": ({}, {"max_seq_length": 5, "do_lower_case": False}, {}, "1 + 22 IS Odd", 5),
     "all": (OF_QUERIES, {"max_seq_length": 7, "do_lower_case": True}, {}, "count: 1 + 22 is odd", 7),
+    "version 5": ({"model_type": "SentenceTransformer"}, VERSION_5, {}, "1 + 22 IS Odd", None),
 }
 
 
@@ -374,12 +396,39 @@ def test_settings_of_sentence_transformers(case, file, demo_with):
         ({}, {"max_seq_length": "512"}, "max_seq_length='512' must be an integer >= 1 or None."),
         ({}, {"max_seq_length": 0}, "max_seq_length=0 must be an integer >= 1 or None."),
         ({}, {"do_lower_case": "no"}, "do_lower_case='no' must be True or False or None."),
+        ({}, {"transformer_task": "text-generation"}, "transformer_task='text-generation' must be None or 'feature-e"),
+        ({}, {"module_output_name": "causal_logits"}, "module_output_name='causal_logits' must be None or 'token_em"),
+        ({}, {"modality_config": {"message": TEXT_5["text"]}}, "must be an object with \"text\": {'method': 'forward'"),
+        ({}, {"processing_kwargs": {"text": {"max_length": 9}}}, 'must be an object without "common" and "text"'),
+        ({}, {"query_expansion": {"strategy": "fixed"}}, "query_expansion={'strategy': 'fixed'} must be None (others"),
+        ({}, {"document_length": 180}, "document_length=180 must be None (others are not supported)."),
+        ({}, {"config_args": {"is_causal": False}}, "config_args={'is_causal': False} must be an object with no more"),
+        ({"truncate_dim": 0}, {}, "truncate_dim=0 must be an integer >= 1 or None."),
     ],
 )
 def test_damaged_settings_of_sentence_transformers(prompts, of_transformer, said, demo_with):
     path = demo_with(prompts, of_transformer)
     with LLM(path, device="cpu", quiet=True) as llm, pytest.raises(CheckpointError, match=re.escape(said)):
         llm.embed("1 + 1")
+
+
+def test_fields_of_sentence_transformers_5(demo_with):
+    """It has the length of texts in tokenizer_config.json; texts that it would cut at their beginning are refused."""
+    path = Path(demo_with({"truncate_dim": 24}, {}))
+    config = path / "tokenizer_config.json"
+    fields = json.loads(config.read_text()) | {"model_max_length": 5}
+    tokenizer = Tokenizer.from_file(f"{path}/tokenizer.json")
+    tokenizer.enable_truncation(5)
+    ids = tokenizer.encode("1 + 22 IS Odd").ids
+    for side in ("right", "left"):
+        config.write_text(json.dumps({**fields, "truncation_side": side}))
+        with LLM(str(path), device="cpu", quiet=True) as llm:
+            assert len(llm.embed("1")[0].embedding) == 24 and len(llm.embed("1", dimensions=32)[0].embedding) == 32
+            if side == "right":
+                assert llm.embed("1 + 22 IS Odd")[0].prompt_token_ids == ids and len(ids) == 5
+                continue
+            with pytest.raises(RequestError, match="Those over model_max_length=5 would be cut at its beginning"):
+                llm.embed(["1", "1 + 22 IS Odd"])
 
 
 @pytest.mark.parametrize("name", ["../other", "{outside}", "1_Pooling/../../other", "link", 7, ["1_Pooling"], "a\0b"])

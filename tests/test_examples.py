@@ -3,8 +3,10 @@
 The others run at night; a commit tests their subjects in tests/contrib.
 """
 
+import ast
 import json
 import re
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -34,6 +36,31 @@ ALONE = ("batch_job", "evaluation", "ray_data")
 def test_every_example_is_run():
     names = {path.stem for path in (ROOT / "examples").glob("*.py")}
     assert names == {*EXPECTED, *OTHERS}
+
+
+def test_headers_for_uv():
+    """``uv run examples/x.py`` installs the packages of the script's header (PEP 723): each that it imports."""
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads TOML")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+    def names(requirements):
+        for name, extras in (re.match(r"([\w-]+)(?:\[(.*?)\])?", requirement).groups() for requirement in requirements):
+            yield name.replace("-", "_")
+            if name == "nanovllm":
+                more = [project["optional-dependencies"][extra] for extra in (extras or "").split(",") if extra]
+                yield from names(sum(more, project["dependencies"]))
+
+    for path in (*(ROOT / "examples").glob("*.py"), ROOT / "example.py"):
+        text = path.read_text()
+        lines = re.match(r'# /// script\n((?:# .*\n)+)# ///\n"""', text)[1]
+        header = tomllib.loads(re.sub("^# ", "", lines, flags=re.M))
+        assert header["requires-python"] == project["requires-python"], path
+        assert (path.parent / header["tool"]["uv"]["sources"]["nanovllm"]["path"]).resolve() == ROOT
+        nodes, there = list(ast.walk(ast.parse(text))), {*names(header["dependencies"])}
+        imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        imported |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+        missing = {name.partition(".")[0] for name in imported} - there - sys.stdlib_module_names
+        assert not missing, f"{path} imports {missing}"
 
 
 def test_together():

@@ -53,6 +53,14 @@ def test_logits(case, checkpoint, make_llm):
     check_greedy(make_llm(model=path, **OPTIONS), model, PROMPTS, NUM_DECODED, TOLERANCE)
 
 
+def test_the_next_turn_of_a_chat(checkpoint, make_llm):
+    """It finds the whole blocks of its prompt, as the guide says; of 256 tokens, the default, there are none."""
+    llm = make_llm(model=checkpoint("qwen3.5")[0], **OPTIONS)
+    (answer,) = generate(llm, [IDS[:200]], greedy(20))
+    (output,) = llm.generate([IDS[:200] + answer + IDS[:9]], greedy(1), use_tqdm=False)
+    assert output.num_cached_tokens == 192
+
+
 def test_prompt_logprobs(checkpoint, make_llm):
     path, model = checkpoint("qwen3.5")
     llm = make_llm(model=path, **OPTIONS)

@@ -6,6 +6,7 @@ import torch
 from helpers import DEVICES, generate, greedy, prompt_of, run_ahead
 from leaks import check_is_empty
 from logits_twin import GreedyTwin
+from transformers import MinLengthLogitsProcessor
 
 from nanovllm import SamplingParams
 
@@ -161,6 +162,9 @@ def test_what_a_function_raises_ends_its_request(oracle, make_llm):
         first = outputs[0].outputs[0]
         assert first.finish_reason == "error" and len(first.token_ids) == 3
         assert first.stop_reason == "a logits processor failed (KeyError: 'nothing')"
+        theirs = greedy(1, logits_processors=[MinLengthLogitsProcessor(5, 1)])
+        (output,) = llm.generate(PROMPTS[:1], theirs, use_tqdm=False)
+        assert "'list' object has no attribute 'shape'). It is called as f(token_ids" in output.outputs[0].stop_reason
         for name, text in (("None", r"shape \[512\], not None"), ("shape", "must return the logits"),
                            ("arity", "a logits processor failed (TypeError: ")):  # fmt: skip
             (output,) = llm.generate(PROMPTS[:1], greedy(4, logits_processors=[wrong[name]]), use_tqdm=False)

@@ -35,13 +35,15 @@ PROMPT = [3, 9, 4, 1, 5]
 
 
 def mixed_requests():
-    """Some share two blocks, one has one token; greedy and sampled; different numbers of top tokens; without a
-    completion, with a part of the prompt, with a stop token."""
+    """Some share two blocks, one has one token; greedy and sampled; different numbers of top tokens, or named ones;
+    without a completion, with a part of the prompt, with a stop token."""
     shared, long = prompt_of(35, seed=1), prompt_of(70)
     rows = [  # prompt, logprobs, prompt_logprobs, other parameters
         (shared, 5, None, {}), (PROMPT, 0, 2, {}), ([*shared[:33], 7, 8, 9], None, 5, {}), (long, 20, 20, {}),
         ([4], 1, 0, {}), (shared + prompt_of(20), None, None, {}), (shared, 3, 1, {}), (prompt_of(50), None, 0, {}),
         (prompt_of(37), 2, 1, {"temperature": 1.0, "n": 4}), (prompt_of(30), 1, 1, {"truncate_prompt_tokens": 10}),
+        (prompt_of(33), None, 1, {"logprob_token_ids": [511, 0, 7, 0]}), (PROMPT, None, None, {}),
+        (shared, None, None, {"temperature": 1.0, "n": 2, "logprob_token_ids": list(range(5, 500, 20))}),
         (prompt_of(40), 1, 2, {"max_tokens": 0}), (prompt_of(9), 2, None, {"stop_token_ids": list(range(0, 512, 5))}),
     ]  # fmt: skip
     params = [
@@ -114,6 +116,16 @@ def test_more_than_the_vocabulary_is_the_vocabulary(make_llm, tiny):
         check_request(tiny, output, greedy(3, **{name: int(k)}))
 
 
+def test_named_ids_beside_a_number():
+    """As in vLLM the number can only be theirs; ids that occur twice count once."""
+    for ids, k in (([5, 3], None), ([5, 3], 2), ((np.int64(5), 3, 5), 2), ([5], True)):
+        params = SamplingParams(logprob_token_ids=ids, logprobs=k)
+        assert params.logprob_token_ids == list(dict.fromkeys(ids)) and params.num_logprobs == len(set(ids))
+    for ids, k in (([5, 3], 0), ([5, 3], 3), ([5, 5], 2), ([5], -1)):
+        with pytest.raises(RequestError, match=f"logprobs={k} must be None or {len(set(ids))}, the number"):
+            SamplingParams(logprob_token_ids=ids, logprobs=k)
+
+
 @pytest.mark.parametrize("name", ("logprobs", "prompt_logprobs"))
 def test_max_logprobs(name, make_llm):
     """Refused before anything is queued."""
@@ -122,7 +134,7 @@ def test_max_logprobs(name, make_llm):
         with pytest.raises(RequestError) as error:
             run(engine, [PROMPT, PROMPT], [greedy(2), greedy(2, **{name: k})])
         assert str(error.value) == (
-            f"prompt 1: {name}={k} must be at most max_logprobs={limit}; see LLM(max_logprobs=...)."
+            f"prompt 1: {name}={k} must be at most max_logprobs={limit}; see LLM(max_logprobs={k})."
         )
         assert engine.is_finished()
     assert len(run(llm, PROMPT, greedy(2, **{name: 20}))) == 1

@@ -419,6 +419,13 @@ def test_layers_of_the_warm_up():
     assert read("Llama-3.2-1B").one_layer_of_each_kind().num_hidden_layers == 2
 
 
+def test_fields_without_effect():
+    """Neutral values, names that no decoder reads, and a setting of the kernels (SmolLM3 has 2)."""
+    fields = {"logit_scale": 1.0, "num_experts": 1, "parallel_attn": False, "mlp_multipliers": [1.0, 1.0],
+              "attention_chunk_size": None, "pretraining_tp": 2, "unsloth_fixed": True}  # fmt: skip
+    assert read("Llama-3.2-1B", **fields) == read("Llama-3.2-1B")
+
+
 def test_defaults_of_fields_left_out_or_null():
     architecture, raw, _ = PUBLISHED["Qwen3-0.6B"]
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

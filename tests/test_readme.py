@@ -41,7 +41,7 @@ def test_snippets(capsys):
 def test_snippets_of_the_guide():
     names: dict = {"policy": AutoModelForCausalLM.from_pretrained(DEMO_MODEL)}
     snippets = [text for text in re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL) if "ray" not in text]
-    assert len(snippets) == 7
+    assert len(snippets) == 8
     for snippet in snippets:
         exec(snippet, names)
     names["llm"].exit()

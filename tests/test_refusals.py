@@ -57,6 +57,7 @@ VALUES = {
         "'auto' or 'dummy'.": {"load_format": ["gguf"]},
         "'auto' or 'fp8' or 'fp8_e4m3'.": {"kv_cache_dtype": ["fp8_e5m2"]},
         "True or False.": {"enforce_eager": ["yes"], "enable_prefix_caching": ["on"]},
+        "a non-empty string or None.": {"reasoning_start_str": [""], "reasoning_end_str": ["", 5, ["</think>"]]},
         "None or 'fp8'.": {"quantization": ["awq"]},
         "a path, a hub id or None.": {"tokenizer": [3], "model": [7, "", b"model", ["model"]]},
         "a string or None": {"revision": [5]},
@@ -74,6 +75,7 @@ VALUES = {
         "at most max_tokens=64.": {"min_tokens": [65]},
         "an integer >= 0.": {"min_tokens": [-1]},
         "an integer from 1 to 16384.": {"n": [0, 16385]},
+        "a RepetitionDetectionParams, or a dict of its fields or None.": {"repetition_detection": [3, [5, 3], {1: 2}]},
         "a non-empty string without lone surrogates, or a list of them.": {
             "stop": ["", ["a", ""], [5], "\udfffa"], "bad_words": [[""], ["a", "b\ud912"]]
         },
@@ -86,6 +88,10 @@ VALUES = {
             "logit_bias": [{-1: 1.0}, {"5": 1.0}, {5: INF}, {5: NAN}, {5: -(10**309)}, MANY],
         },
         "a non-empty list of token ids >= 0, or None.": {"allowed_token_ids": [[], [-1]]},
+        "an integer >= 0, -1 for no limit, or None.": {"thinking_token_budget": [-2, 1.0, True, "5"]},
+        "a list of 1 to 128 token ids >= 0, or None.": {
+            "logprob_token_ids": [[], 5, [-1], ["5"], [2.0], [3, True], [2**70], list(range(129))],
+        },
         "an integer >= 1, or -1 for max_model_len": {"truncate_prompt_tokens": [0]},
         "a StructuredOutputsParams or None.": {"structured_outputs": ["[a-z]", {"regex": "a"}]},
         "a list of functions": {"logits_processors": [5, "name", [5], max]},
@@ -154,6 +160,12 @@ TEXTS = {  # the call -> [(what is given, a part of the text)]
         ({"n": 2, "temperature": 0}, "SamplingParams: n=2 must be 1 when temperature is 0 (greedy): all completions "
                                      "would be equal."),
         ({"stop": "a", "detokenize": False}, "stop strings need detokenize=True; give stop_token_ids instead."),
+        ({"repetition_detection": {"max_pattern_size": 3, "min_count": 1}},
+         "RepetitionDetectionParams: min_count=1 must be an integer >= 2."),
+        ({"repetition_detection": {"max_pattern_size": 3, "min_pattern_size": 4, "min_count": 2}},
+         "min_pattern_size=4 must be at most max_pattern_size=3."),
+        ({"repetition_detection": {"max_pattern_size": -1}}, "max_pattern_size=-1 must be an integer >= 0."),
+        ({"repetition_detection": {"max_count": 3}}, "has no parameter 'max_count'. Did you mean 'min_count'?"),
         # a bare TypeError
         ({"temprature": 0.5}, "SamplingParams has no parameter 'temprature'. Did you mean 'temperature'?"),
         ({"use_beam_search": None}, "no parameter 'use_beam_search'. Use LLM.beam_search."),
@@ -180,6 +192,7 @@ TEXTS = {  # the call -> [(what is given, a part of the text)]
         ({"layer_types": ["linear_attention"] * 2}, "linear_attention"),
         ({"is_causal": False}, "is_causal=False must be absent or True"),  # gte-Qwen2: a causal model's name
         ({"rope_parameters": {**YARN, "rope_theta": 1}}, "rope scaling 'yarn': rope_theta=1 must be a number > 1."),
+        ({"rope_scaling": {**YARN, "factor": 1e9}}, "factor * original_max_position_embeddings=64000000000 must be an"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot be shared by 3 KV heads."),
         ({"head_dim": 15}, "heads of size 15, 15 rotated; RoPE needs an even size."),
         ({"head_dim": None, "hidden_size": 60}, "heads of size 15"),
@@ -189,6 +202,13 @@ TEXTS = {  # the call -> [(what is given, a part of the text)]
         ({"model": "Llama-3.2-1B", "sliding_window": 4096}, "sliding_window=4096 must be absent for LlamaForCausalLM."),
         ({"model": "Llama-3.2-1B", "residual_multiplier": 0.22}, "=0.22 must be absent or 1 for Llama"),
         ({"model": "Llama-3.2-1B", "final_logit_softcapping": 30.0}, "softcapping=30.0 must be absent for Llama"),
+        ({"model": "Llama-3.2-1B", "logit_scale": 0.0625}, "logit_scale=0.0625 must be absent or 1 for Llama"),
+        ({"model": "Llama-3.2-1B", "num_local_experts": 4}, "num_local_experts=4 must be absent or 0 or 1 for Llama"),
+        ({"model": "phi-4", "num_experts": 64}, "num_experts=64 must be absent or 0 or 1 for Phi3"),
+        ({"model": "Qwen3-30B-A3B", "moe_router_logit_softcapping": 30.0}, "softcapping=30.0 must be absent or 0 for"),
+        ({"model": "gemma-2b", "full_attention_interval": 4}, "full_attention_interval=4 must be absent for Gemma"),
+        ({"model": "phi-4", "parallel_attn": True}, "parallel_attn=True must be absent or False for Phi3"),
+        ({"model": "SmolLM3-3B", "position_embedding_type": "nope"}, "'nope' must be absent or 'rope' or 'absolute'"),
         ({"model": "Qwen2.5-7B", "query_pre_attn_scalar": 224}, "attn_scalar=224 must be absent for Qwen2"),
         ({"model": "Mistral-7B-v0.1", "layer_types": ["full_attention"] * 32},
          "layer_types and sliding_window=4096 say diff"),
@@ -251,11 +271,13 @@ TEXTS = {  # the call -> [(what is given, a part of the text)]
         (([[1]], [{"temperature": 0.7}]), "prompt 0: sampling_params must be a SamplingParams, not dict."),
         (([[1]], {"stop_token_ids": [600]}), "stop_token_ids: 600 is outside the vocabulary [0, 512)."),
         (([[1]], {"allowed_token_ids": [600]}), "allowed_token_ids: 600 is outside the vocabulary [0, 512)."),
+        (([[1]], {"logprob_token_ids": [511, 512]}), "logprob_token_ids: 512 is outside the vocabulary [0, 512)."),
         (([[1]], {"logit_bias": {600: 1}}), "logit_bias: 600 is outside the vocabulary [0, 512)."),
         (([[1]], {"logit_bias": {2**40: 1}}), "logit_bias: 1099511627776 is outside the vocabulary [0, 512)."),
-        (([[1]], {"logprobs": 21}), "logprobs=21 must be at most max_logprobs=20; see LLM(max_logprobs=...)."),
-        (([[1]], {"prompt_logprobs": -1}), "prompt_logprobs=-1 must be at most max_logprobs=20; see LLM("),
+        (([[1]], {"logprobs": 21}), "logprobs=21 must be at most max_logprobs=20; see LLM(max_logprobs=21)."),
+        (([[1]], {"prompt_logprobs": -1}), "prompt_logprobs=-1 must be at most max_logprobs=20; see LLM(max_logprobs="),
         (([[1]], {"stop": "a"}), "prompt 0: stop needs a tokenizer, but the engine was made with skip_tokenizer"),
+        (([[1]], {"thinking_token_budget": 0}), "thinking_token_budget needs a tokenizer, but the engine was"),
         (([[1]], {"bad_words": "a"}), "prompt 0: bad_words needs a tokenizer, but the engine was made with"),
         (([[1]], {"structured_outputs": StructuredOutputsParams(regex="a")}), "structured_outputs needs a tokenizer"),
         (([[1] * 400], {"truncate_prompt_tokens": 300}),
@@ -270,20 +292,38 @@ TEXTS = {  # the call -> [(what is given, a part of the text)]
          "min_tokens can hold back at most 16 end-of-sequence and stop ids, not 21."),
     ],
     "score": [  # lists, start
-        (([[3]], None), f"list 0: start=1 must be in [1, 0] for 1 {NOTHING_BEFORE}"),
+        *((([[3, 4], [3] * n], None), f"list 1: it has {n} {NOTHING_BEFORE} Give two.") for n in (0, 1)),
         (([[3, 4], [3, 4, 5]], [1, 3]), f"list 1: start=3 must be in [1, 2] for 3 {NOTHING_BEFORE}"),
         *((([[3, 4]], start), f"list 0: start={start} must be in [1, 1] for 2 {NOTHING_BEFORE}") for start in (0, -1)),
         (([[3, 4], [3, 512]], None), "list 1: token id 512 is outside the vocabulary [0, 512)."),
         (([[3, 4], [512, 3]], None), "list 1: token id 512 is outside the vocabulary [0, 512)."),
         (([[3, 4], [3, -1]], None), "list 1: token id -1 is outside the vocabulary [0, 512)."),
-        (([[3, 4.0]], None), f"list 0: {PROMPT_FORM}, not [3, 4.0]."),
-        (([3, 4], None), f"list 0: {PROMPT_FORM}, not 3."),
+        *((([given, [3, 4]], None), f"list 0: it must be a flat list of integer token ids, not {given!r}. llm.tokenize")
+          for given in ([3, 4.0], 3, "text", {"prompt": "text"}, {"prompt_token_ids": [3, 4]}, ["a", "b"], [[3]])),
         (("text", None), "token_id_lists must be a list of lists of token ids, not text."),
         ((7, None), "token_id_lists must be a list of lists of token ids, not 7."),
         (([[5, 6], [5] * 130], None),
          "list 1: the list has 130 token ids; with max_model_len=128 at most 129 can be scored."),
         (([[5] * 98], None), "list 0: the prompt has 97 tokens; the KV cache has 6 blocks of 16"),
         *((([[3, 4, 5]] * 2, start), "start") for start in ([1], [1, 1, 1], "1", 1.5, [1, 1.5], [1, None], True)),
+    ],
+    "perplexity": [
+        ([[5], [5] * 130], "text 1: the list has 130 token ids; with max_model_len=128 at most 129 can be scored."),
+        ([[5], [600]], "text 1: token id 600 is outside the vocabulary [0, 512)."),
+        ([[5, 6], [5] * 98], "text 1: the prompt has 97 tokens; the KV cache has 6 blocks of 16."),
+        ([[5], [3, 4.0]], f"text 1: {PROMPT_FORM}, not [3, 4.0]."),
+        ("text", "text needs a tokenizer"),
+        (7, "prompts must be a string or a list, not 7."),
+    ],
+    "keywords": [  # the method, its keywords
+        (("generate", {"prompts": "a", "top_k": 5}), "generate() has no argument 'top_k'. It is a parameter of a "
+         "request: SamplingParams(top_k=5). Arguments: prompts, sampling_params, use_tqdm."),
+        (("stream", {"prompts": "a", "stop": ["x"]}), "a request: SamplingParams(stop=['x']). Arguments: "),
+        (("submit", {"prompt": "a", "params": None}), "submit() has no argument 'params'. Arguments: prompt, sampling"),
+        (("add_request", {"prompt": [5], "sampling_parameters": 1}), "Did you mean 'sampling_params'?"),
+        (("score", {"seed": 1}), "score() has no argument 'seed'. Arguments: token_id_lists, start, use_tqdm."),
+        (("embed", {"dimension": 64}), "embed() has no argument 'dimension'. Did you mean 'dimensions'?"),
+        (("update_weights", {"weight": {}}), "update_weights() has no argument 'weight'. Did you mean 'weights'?"),
     ],
     "embed": [  # prompts, options
         (([[5], []], {}), "prompt 1: the prompt is empty; it must hold at least one token."),
@@ -319,7 +359,7 @@ FEATURES = {"prompt_logprobs": "readouts.prompt_logprobs", "speculative_config":
             "score": "verbs.scoring", "embed": "verbs.pooling", "classify": "verbs.pooling"}  # fmt: skip
 for name in (name for name, feature in FEATURES.items() if not has_feature(feature)):
     CASES = [case for case in CASES if name not in repr(case)]
-ENGINE_CALLS = ("generate", "score", "embed", "classify", "chat")
+ENGINE_CALLS = ("keywords", "generate", "score", "perplexity", "embed", "classify", "chat")
 ERRORS = {
     "LLM": ConfigError, "ranks": ConfigError, "config.json": CheckpointError, "published": CheckpointError,
     "a rule": KeyError,
@@ -338,10 +378,14 @@ def make_call(call, given, model, llm):
         prompts, params = given
         params = SamplingParams(**params) if isinstance(params, dict) else params
         llm.generate(prompts, params.value if isinstance(params, Raw) else params, use_tqdm=False)
+    elif call == "keywords":
+        getattr(llm, given[0])(**given[1])
     elif call == "chat":
         llm.chat(given, use_tqdm=False)
     elif call == "score":
         llm.score(given[0], start=given[1])
+    elif call == "perplexity":
+        llm.perplexity(given)
     elif call == "embed":
         llm.embed(given[0], **given[1])
     elif call == "classify":

@@ -1,4 +1,7 @@
-"""``LLM.score`` against transformers' log_softmax: within 1e-4 in fp32, ``BF16_TOLERANCE`` in bf16 on a GPU."""
+"""``LLM.score`` against transformers' log_softmax: within 1e-4 in fp32, ``BF16_TOLERANCE`` in bf16 on a GPU.
+
+And ``LLM.perplexity`` against its loss.
+"""
 
 import numpy as np
 import pytest
@@ -6,9 +9,11 @@ import torch
 from helpers import Reference, greedy, prompt_of, run_ahead
 from leaks import check_is_empty
 from logits_twin import FP32_TOLERANCE, log_softmax
+from transformers import AutoModelForCausalLM
 
 from nanovllm import SamplingParams
 from nanovllm.core import PrefillBatch
+from nanovllm.utils.checkpoint import DEMO_MODEL
 
 
 def expected(tiny, ids, start=1):
@@ -45,6 +50,13 @@ def count_launched(llm):
     return launched
 
 
+@torch.inference_mode()
+def cross_entropy(model, ids):
+    """transformers' own loss of a text."""
+    ids = torch.tensor([ids], device=model.device)
+    return model(ids, labels=ids).loss.item()
+
+
 @pytest.fixture(scope="module")
 def lists(reference):
     """Random ones, from two tokens on; one that the model itself has written; two with the same beginning."""
@@ -59,8 +71,10 @@ def lists(reference):
 def test_as_transformers(options, on, lists, tiny):
     """The second time with a warm prefix cache, which scored tokens are not taken from."""
     llm = run_ahead(on(**options))
+    losses = [cross_entropy(tiny.model, ids) for ids in lists]
     for _ in range(2):
         check(tiny, lists, llm.score(lists), tolerance=on.tolerance)
+        assert np.log(llm.perplexity(lists)) == pytest.approx(losses, abs=on.tolerance)
         check_is_empty(llm)
 
 
@@ -82,10 +96,11 @@ def test_logits_of_nan_are_an_error(make_llm, tiny, monkeypatch, caplog, options
             assert "logits of the prompt are NaN or infinite" in score.error
             assert np.isnan(score.logprobs).tolist() == [True] * (len(ids) - 1) and np.isnan(score.total)
             assert score.is_argmax == [False] * (len(ids) - 1)
+        assert np.isnan(llm.perplexity(lists)).tolist() == [False, True, True]
         check_is_empty(llm)
     check(tiny, [good], scores[:1])
     assert caplog.records[0].getMessage().startswith("request 1: logits of the prompt are NaN")
-    assert llm.metrics()["request_success"]["error"] == 4
+    assert llm.metrics()["request_success"]["error"] == 8
 
 
 @pytest.mark.parametrize("in_flight", [0, 1])
@@ -157,6 +172,41 @@ def test_one_token_more_than_there_is_room_for(room, options, make_llm, tiny):
     check(tiny, lists, llm.score(lists))
     check(tiny, lists, llm.score(lists, start=room - 1), room - 1)
     check_is_empty(llm)
+
+
+# -------------------------------------------------------------------- texts
+
+
+def test_perplexity_of_texts(demo, monkeypatch):
+    """Special tokens that the tokenizer adds are tokens of the text; without two tokens there is nothing to count.
+    More texts than a window holds are made one by one, and their results alone are kept.
+    """
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    texts = ["what is 2 + 3?", "", "a", "the capital of France is Paris", {"prompt_token_ids": [5, 6, 7]}, [9]]
+    ids = [demo.tokenizer(text)["input_ids"] for text in texts[:4]] + [[5, 6, 7], [9]]
+    expected = [np.exp(cross_entropy(model, each)) if len(each) > 1 else np.nan for each in ids]
+    assert np.isnan(expected).tolist() == [False, True, True, False, False, True]
+    assert demo.perplexity(texts) == pytest.approx(expected, rel=1e-4, nan_ok=True)
+    (one,), nothing = demo.perplexity(texts[0], use_tqdm=False), demo.perplexity([])
+    assert one == pytest.approx(expected[0], rel=1e-4) and nothing == []
+    bos = {"what is": "<|im_start|>what is"}  # a tokenizer that begins texts: the first word counts, too
+    encode = demo._tokenizer.encode
+    monkeypatch.setattr(demo._tokenizer, "encode", lambda texts, **more: encode([bos[t] for t in texts], **more))
+    begun = cross_entropy(model, demo.tokenizer("<|im_start|>what is")["input_ids"])
+    assert demo.perplexity("what is") == pytest.approx([np.exp(begun)], rel=1e-4)
+    monkeypatch.undo()
+    most, register = [0], demo._outputs.register
+
+    def counted(request, caller):
+        register(request, caller)
+        most[0] = max(most[0], len(demo._outputs.unfinished))
+
+    monkeypatch.setattr(demo._outputs, "register", counted)
+    many = [f"{i} + {i % 7}" for i in range(900)]
+    found = demo.perplexity(iter(many))
+    assert len(found) == 900 and found[7] == pytest.approx(demo.perplexity(many[7])[0], rel=1e-4)
+    assert most[0] <= 2 * demo.config.max_num_seqs
+    check_is_empty(demo)
 
 
 # -------------------------------------------------------------------- ties

@@ -55,6 +55,7 @@ def test_bench_ends_with_one_line_of_json(tmp_path):
     done = run("bench.py", "--workload", "all", "--scale", "64", "--dtype", "float32", "--repeats", "2",
                "--profile", str(trace))  # fmt: skip
     report = report_of(done.stdout)
+    assert report["dtype"] == report["engines"][0]["dtype"] == "float32"
     assert report["scale"] == 64 and report["model"] == "demo model" and report["versions"]["torch"]
     (engine,) = report["engines"]
     assert engine["engine"] == "nanovllm" and engine["import_s"] > 0 and engine["start_s"] > 0
@@ -102,7 +103,7 @@ class SamplingParams:
 class LLM:
     def __init__(self, model, *, dtype, tensor_parallel_size, enforce_eager, max_model_len, max_num_seqs):
         assert (dtype, tensor_parallel_size, max_model_len, max_num_seqs) == ("auto", 1, 4096, 5)
-        self.llm_engine = Object(model_config=Object(get_vocab_size=lambda: 1000))
+        self.llm_engine = Object(model_config=Object(get_vocab_size=lambda: 1000, dtype="torch.float16"))
 
     def generate(self, prompts, sampling_params, *, use_tqdm):
         for prompt in prompts:
@@ -120,6 +121,8 @@ def test_bench_compares_engines_in_one_run(tmp_path, monkeypatch, capsys):
     bench.main(["--engine", "nanovllm", "vllm", "--workload", "single", "--scale", "32", "--max-num-seqs", "5"])
     report = report_of(capsys.readouterr().out)
     assert [engine["engine"] for engine in report["engines"]] == ["nanovllm", "vllm"]
+    ours = report["engines"][0]["dtype"]  # by the processor; the JSON said "auto"
+    assert ours in ("bfloat16", "float32") and report["dtype"] == f"{ours} / float16"
     for engine in report["engines"]:
         (figures,) = engine["workloads"]
         assert (figures["prompt_tokens"], figures["output_tokens"]) == (4, 16)
@@ -127,7 +130,9 @@ def test_bench_compares_engines_in_one_run(tmp_path, monkeypatch, capsys):
 
 def test_bench_of_transformers(capsys):
     bench.main(["--engine", "transformers", "--workload", "headline", "--scale", "64", "--device", "cpu"])
-    (engine,) = report_of(capsys.readouterr().out)["engines"]
+    report = report_of(capsys.readouterr().out)
+    (engine,) = report["engines"]
+    assert report["dtype"] in ("bfloat16", "float32")
     assert engine["engine"] == "transformers" and engine["workloads"][0]["output_tokens"] > 0
 
 

@@ -10,6 +10,7 @@ from helpers import generate, greedy, prompt_of, record_calls, tokens_of
 from leaks import check_is_empty, finish
 
 from nanovllm import EngineError, RequestError, SamplingParams
+from nanovllm.engine.input_processor import InputProcessor
 
 PROMPT = "introduce yourself"
 
@@ -191,6 +192,21 @@ def test_whatever_a_prompt_raises_is_its_own_error(make_llm, reference, bad):
     with pytest.raises(RequestError, match=r"^prompt 1: this request fails with ") as caught:
         list(llm.stream([prompt_of(5), bad], greedy(3)))
     assert not isinstance(caught.value.__cause__, RequestError | None)
+    check_is_empty(llm)
+
+
+def test_a_request_whose_sequences_cannot_be_made(make_llm, reference, monkeypatch):
+    """It dropped every request of the engine."""
+    llm, errors, make = make_llm(max_num_seqs=2), {}, InputProcessor.make_completions
+    monkeypatch.setattr(
+        InputProcessor, "make_completions", lambda self, x: 1 // 0 if len(x.prompt_ids) == 4 else make(self, x)
+    )
+    future = llm.submit(prompt_of(7), greedy(3))
+    with pytest.raises(ZeroDivisionError):
+        llm.submit(prompt_of(4), greedy(3))
+    outputs = list(llm.stream([prompt_of(5), prompt_of(4), prompt_of(6)], greedy(3), on_error=errors.__setitem__))
+    assert tokens_of([*outputs, future.result()]) == [reference(prompt_of(n), 3) for n in (5, 6, 7)]
+    assert "this request fails with ZeroDivisionError" in str(errors[1])
     check_is_empty(llm)
 
 

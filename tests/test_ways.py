@@ -115,6 +115,13 @@ FEATURES = {  # name -> what is not as in ``Model._request``
     "choice": guide(choice=["positive", "negative", "naïve – 日本"]),
     "grammar": {**guide(grammar='root ::= "(" root ")" | [1-9] " + " [1-9]'), "top_p": 0.9, "logprobs": 1},
     "n, guides": {"n": 3, "temperature": 3.0, **guide(regex="(yes|no), [a-z]{9,12}")},
+    "named log-probabilities": {**GREEDY, "logprob_token_ids": [99, 3, 42]},
+    "n, named log-probabilities": {"n": 3, "logprobs": 2, "logprob_token_ids": [7, 100]},
+    "thoughts": {**GREEDY, "prompt": ("what is the",), "thinking_token_budget": 3, "logprobs": 1},
+    "thoughts, n": {"n": 3, "temperature": 5.0, "top_k": 50, "thinking_token_budget": 2, "logit_bias": {280: 9.0},
+                    "prompt": "help", "frequency_penalty": 2.0},
+    "thoughts before a guide": {"temperature": 3.0, "prompt": ("what is the",), "thinking_token_budget": 5,
+                                **guide(regex="(yes|no), [a-z]{9,12}")},
 }  # fmt: skip
 IDS = range(3, 1000)
 
@@ -159,6 +166,12 @@ def random_mix(rng):
 
 
 FEATURES |= {f"mix {i}": random_mix(random.Random(i)) for i in range(12)}
+FEATURES |= {
+    "repetition": {**GREEDY, "repetition_detection": {"max_pattern_size": 4, "min_count": 2}, "prompt": "count to 50",
+                   "max_tokens": 48, "logprobs": 1},
+    "repetition, n": {"n": 3, "allowed_token_ids": [20, 21, 22], "min_tokens": 6, "max_tokens": 30,
+                      "repetition_detection": {"max_pattern_size": 3, "min_pattern_size": 2, "min_count": 3}},
+}  # fmt: skip
 if find_spec("llguidance") is None:  # on a GPU machine without it
     FEATURES = {name: row for name, row in FEATURES.items() if "structured_outputs" not in row}
 
@@ -171,6 +184,8 @@ def check_is_legal(output, params):
         reason = completion.stop_reason
         if completion.finish_reason == "length":
             assert len(completion.token_ids) == params.max_tokens and reason is None
+        elif reason == "repetition_detected":
+            assert completion.finish_reason == "stop" and params.repetition_detection is not None
         elif isinstance(reason, str):
             assert completion.finish_reason == "stop" and reason in params.stop
             assert completion.text.endswith(reason) or not params.include_stop_str_in_output
@@ -181,7 +196,7 @@ def check_is_legal(output, params):
                 is_end or params.structured_outputs is not None or (last == reason and last in params.stop_token_ids)
             )
         assert params.detokenize or completion.text == ""
-        num_logprobs = None if params.logprobs is None else len(completion.token_ids)
+        num_logprobs = None if params.num_logprobs is None else len(completion.token_ids)
         assert (None if completion.logprobs is None else len(completion.logprobs)) == num_logprobs
 
 
@@ -273,7 +288,8 @@ def model(tmp_path_factory):
         if name == "demo":
             with LLM(str(DEMO_MODEL), device="cpu", num_kvcache_blocks=2, quiet=True) as llm:
                 template = llm.tokenizer.apply_chat_template
-            return Model(str(DEMO_MODEL), 1000, lambda chat: template(chat, add_generation_prompt=True)["input_ids"])
+            return Model(str(DEMO_MODEL), 1000, lambda chat: template(chat, add_generation_prompt=True)["input_ids"],
+                         reasoning_start_str=" the", reasoning_end_str=" So: 1.")  # fmt: skip
         path = tmp_path_factory.mktemp(name)
         families.make(path, name)
         return Model(str(path), 140, skip_tokenizer_init=True, num_state_snapshots=8)
@@ -339,7 +355,7 @@ def join(deltas, params):
         parts = [delta.outputs[completion.index] for delta in deltas]
         assert all(part.finish_reason is part.stop_reason is None for part in parts[:-1])
         assert {part.index for part in parts} == {completion.index}
-        if params.logprobs is not None:
+        if params.num_logprobs is not None:
             assert [len(part.logprobs) for part in parts] == [len(part.token_ids) for part in parts]
             completion.logprobs = [at for part in parts for at in part.logprobs]
         completion.text = "".join(part.text for part in parts)
@@ -497,7 +513,8 @@ def test_way(name, way, device, model):
 
 ACTING = ("top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias",
           "allowed_token_ids", "bad_words", "stop", "stop_token_ids", "structured_outputs",
-          "logits_processors")  # fmt: skip
+          "logits_processors", "thinking_token_budget",
+          "repetition_detection")  # fmt: skip
 # too weak to change these few tokens of the demo model; others with the same parameters do
 WEAK = {"n, penalties", "stop tokens later"} | {
     f"step: {name}" for name in ("below 1", "bias", "filters", "frequency", "greedy", "min_tokens", "repetition")
@@ -522,7 +539,7 @@ def test_every_feature_acts(model):
             if differs != acts and params.ignore_eos and not name.startswith(("mix", "truncated")) and name not in WEAK:
                 wrong.add(name)
             check_is_legal(outputs[name], params)
-            if name.startswith("stop string") and acts:
+            if name.startswith(("stop string", "repetition")) and acts:
                 wrong |= {name} if all(c.stop_reason is None for c in outputs[name].outputs) else set()
     assert not wrong, "|".join(sorted(wrong))
 

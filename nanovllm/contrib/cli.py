@@ -25,8 +25,10 @@ SAMPLING_FIELDS = [f for f in fields(SamplingParams) if f.name != "logits_proces
 # of Config: --seed is the requests', quiet is for scripts
 ENGINE_FIELDS = [f for f in fields(Config) if f.init and f.name not in ("model", "seed", "quiet")]
 EXAMPLES = {  # of options that are JSON
-    "stop_token_ids": "[198, 271]", "allowed_token_ids": "[15, 16]", "logit_bias": '{"198": -5.5}',
-    "structured_outputs": '{"regex": "[0-9]+"}', "speculative_config": '{"method": "ngram"}',
+    "stop_token_ids": "[198, 271]", "allowed_token_ids": "[15, 16]", "logprob_token_ids": "[15, 16]",
+    "logit_bias": '{"198": -5.5}', "structured_outputs": '{"regex": "[0-9]+"}',
+    "speculative_config": '{"method": "ngram"}',
+    "repetition_detection": '{"max_pattern_size": 32, "min_count": 4}',
     "limit_mm_per_prompt": '{"image": 4}', "mm_processor_kwargs": '{"max_pixels": 1000000}',
     "allowed_media_domains": '["example.org"]',
 }  # fmt: skip
@@ -34,10 +36,11 @@ ABOUT = """Complete every row of IN and write a row to OUT as soon as it is fini
 Stopped at any moment (Ctrl-C, SIGKILL, power) and started again with the same command, it goes on: every row is there
 once."""
 IN = """.jsonl (plain rows, or OpenAI batch lines with "custom_id" and "body"), .parquet or .csv; or a directory of
-such files. A column "image" or "images" has images: bytes, data URLs, or paths below the directory of IN"""
-OUT = """a .jsonl file; or a directory, without suffix, for part-*.parquet. OUT.run.json beside it remembers what it
-was made with. Exit status: 0, or 3 if rows failed ("error" says why; the others are complete), 1 if the job failed, 130
-after Ctrl-C"""
+such files, read in the order of their names. A path or a URL, as s3://bucket/in.jsonl, hf://datasets/user/name/data. A
+column "image" or "images" has images: bytes, data URLs, or paths below the directory of IN"""
+OUT = """a .jsonl file; or a directory, without suffix, for part-*.parquet; local. OUT.run.json beside it remembers what
+it was made with. Exit status: 0, or 3 if rows failed ("error" says why; the others are complete), 1 if the job
+failed, 130 after Ctrl-C"""
 SAMPLING = """Rows may have their own: a column "sampling_params", or the body. Every row draws from a seed of its own,
 derived from --seed (default 0) and its id."""
 

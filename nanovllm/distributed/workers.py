@@ -9,7 +9,7 @@ Rank 0 is the user's process::
 
 The watch thread detects the exit of a worker, its traceback or missing heartbeats. It kills all workers and aborts the
 tensor-parallel group, so that pending collectives of rank 0 return, and rank 0 raises ``WorkerError``. Nothing is left
-behind: the shared memory is an unlinked file (``RawArray``), the rendezvous directory is removed once all ranks met.
+behind: the shared memory is an unlinked file (``RawArray``), the rendezvous directory exists while all ranks meet.
 torch is imported inside functions only: a worker's heartbeat starts before it imports torch.
 """
 
@@ -17,6 +17,7 @@ import ctypes
 import multiprocessing
 import os
 import pickle
+import secrets
 import shutil
 import signal
 import sys
@@ -66,7 +67,7 @@ class Workers:
         self._context: Any = multiprocessing.get_context(START_METHOD)
         self._memory = self._context.RawArray(ctypes.c_char, Channel.NUM_BYTES)
         self._channel = Channel(self._memory, 0, size)
-        self._directory = tempfile.mkdtemp(prefix="nanovllm-")
+        self._directory = os.path.join(tempfile.gettempdir(), f"nanovllm-{secrets.token_hex(8)}")
         self._pipes: dict[int, connection.Connection] = {}
         self._reports: dict[str, dict[int, Any]] = defaultdict(dict)  # by kind and rank, see ``Worker.report``
         self._grace_s: float | None = None  # from the end until the workers are killed; 0 if nobody told them to leave
@@ -108,6 +109,8 @@ class Workers:
         from nanovllm.distributed.group import TPGroup, on_daemon_thread
 
         self.wait_for("up")
+        os.mkdir(self._directory, 0o700)  # not before: now each worker removes it should this process be killed
+        self.send("meet")
         rendezvous = 0, self._size, device, self._directory, STEP_TIMEOUT_S
         connected = on_daemon_thread("nanovllm-connect", TPGroup.connect, *rendezvous)
         self.wait_until(connected.done)
@@ -263,6 +266,8 @@ class Worker:
             torch.cuda.set_device(device)
             torch.zeros(1, device=device)  # creates the CUDA context, which takes seconds
         self.report("up")
+        if self.receive() is None:  # the directory exists
+            os._exit(0)
         return TPGroup.connect(self.rank, self.size, device, self._directory, STEP_TIMEOUT_S)
 
     def receive(self) -> tuple | None:

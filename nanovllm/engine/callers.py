@@ -115,14 +115,14 @@ def taken(requests: Iterator["Request | None"], num_seqs: int) -> tuple[list["Re
 
 
 def collect(engine: "LLMEngine", requests: list["Request"], result: Callable[["Request"], T],
-            use_tqdm: bool | Callable = False, more: Iterable["Request | None"] = (), num_more: int = 0) -> list[T]:
+            use_tqdm: bool | Callable = False, more: Iterable = (), num_more: int = 0, desc: str = "") -> list[T]:
     """``result`` of each request; most are made while the device works on the others, once their text is there.
 
     ``more``: ``num_more`` requests of one completion after these, which are made while the device works, too.
     """
     number, results, finished = len(requests) + num_more, dict[int, T](), deque["Request"]()
     total = sum(request.params.n for request in requests) + num_more
-    progress = Progress(total, use_tqdm) if use_tqdm else None
+    progress = Progress(total, use_tqdm, desc) if use_tqdm and total else None
     try:
         for num_tokens, ended in run(engine, requests, more):
             if progress is not None:

@@ -56,12 +56,12 @@ class Checks:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params must be a SamplingParams, not {type(params).__name__}.")
         params, allowed = params.snapshot(), self.config.max_logprobs
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
             self.check_ids(f"{name}:", np.array(list(getattr(params, name) or ()), np.int64))
         for name in ("logprobs", "prompt_logprobs"):
-            asked = getattr(params, name)
-            if asked is not None and allowed != -1 and not 0 <= asked <= allowed:
-                raise RequestError(f"{name}={asked} must be at most max_logprobs={allowed}; see LLM(max_logprobs=...).")
+            k = getattr(params, name)
+            if k is not None and allowed != -1 and not 0 <= k <= allowed:
+                raise RequestError(f"{name}={k} must be at most max_logprobs={allowed}; see LLM(max_logprobs={k}).")
         if params.min_tokens:
             self._check_min_tokens(params)
         if params.looks_at_tokens:

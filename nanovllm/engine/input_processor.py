@@ -44,10 +44,10 @@ class InputProcessor:
         self.attachments = make_attachments(config, tokenizer)
         self._num_seqs = 0  # the next seq_id
 
-    def encode(self, prompts: ListLike[Prompt], first: int = 0) -> list[Encoded]:
+    def encode(self, prompts: ListLike[Prompt], first: int = 0, params: Params = None) -> list[Encoded]:
         """Prompts with their token ids; a text that comes with ids is carried, and not encoded.
 
-        ``first``: the index of the first one, for errors.
+        ``first``: the index of the first one, for errors. ``params`` that cut texts let them be of any length.
         """
         split = []
         for i, prompt in enumerate(prompts, first):
@@ -61,7 +61,7 @@ class InputProcessor:
         texts = [text if ids is None else None for text, ids in split]
         if not any(text is not None for text in texts):
             return split
-        encoded = iter(self._tokenizer.encode(texts, first=first))
+        encoded = iter(self._tokenizer.encode(texts, True, first, (params, self.config.max_model_len)))
         return [(text, next(encoded) if ids is None and text is not None else ids) for text, ids in split]
 
     def make(self, prompt: Prompt, params: SamplingParams, index: int = 0) -> Request:
@@ -70,7 +70,7 @@ class InputProcessor:
         Raises:
             RequestError: it can never be served.
         """
-        ((text, ids),) = self.encode([prompt])
+        ((text, ids),) = self.encode([prompt], 0, params)
         token_ids, params = self.checks.checked(as_token_ids(ids), params)
         self.checks.check_ids("token id", token_ids)
         return self.request(text, token_ids, params, index, given=ids)
@@ -125,15 +125,15 @@ class InputProcessor:
         attachment = given if isinstance(given, Attachment) else None
         if attachment is not None and len(ids) < len(attachment.token_ids):
             raise RequestError("truncate_prompt_tokens cannot cut a prompt that has more than tokens.")
-        request = Request(self._num_seqs, text, ids, params, self._tokenizer, index, readout, attachment)
-        self._num_seqs += params.n
-        return request
+        request_id, self._num_seqs = self._num_seqs, self._num_seqs + params.n
+        return Request(request_id, text, ids, params, self._tokenizer, index, readout, attachment)
 
     def make_completions(self, request: Request) -> None:
-        """The sequences of a request that is to be queued."""
+        """The sequences of a request that is to be queued, unless they are there."""
+        if request.completions:
+            return
         params, first_id, block_size = request.params, request.request_id, self.config.kvcache_block_size
-        # the mask of a constrained sequence holds them back
-        holds_back = params.min_tokens and not params.is_constrained
+        holds_back = params.min_tokens and not params.is_constrained  # whose mask holds them back
         stop_ids = self._token_processors.min_tokens_stop_ids(params) if holds_back else ()
         ids = request.prompt_ids if request.attachment is None else request.attachment.token_ids
         seqs = [
@@ -144,8 +144,8 @@ class InputProcessor:
             seq.attachment, seq.finish_reason, seq.stop_reason = request.attachment, *request.failure
         if request.readout is not None and request.readout.rows(0, len(request.prompt_ids)):
             seqs[0].readout = request.readout
-        make = self._token_processors.make
-        request.completions = [Completion(seq, make(seq) if params.looks_at_tokens else None) for seq in seqs]
+        make, has_processor = self._token_processors.make, params.looks_at_tokens and request.failure == (None, None)
+        request.completions = [Completion(seq, make(seq) if has_processor else None) for seq in seqs]
 
     def _seed(self, params: SamplingParams, seq_id: int, index: int) -> int:
         if params.seed is None:

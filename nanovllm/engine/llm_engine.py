@@ -128,8 +128,8 @@ class LLMEngine:
         with Guard(self):
             self._require_ready()
             params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-            requests = self._inputs.make_all(self._inputs.encode(as_prompts(prompts)), params)
-            return collect(self, requests, Request.output, use_tqdm)
+            requests = self._inputs.make_all(self._inputs.encode(as_prompts(prompts), 0, params), params)
+            return collect(self, requests, Request.output, use_tqdm, desc="Generating")
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt; return its id, with which ``step`` reports it.

@@ -34,7 +34,7 @@ class OutputProcessor:
 
     Attributes:
         unfinished: requests, by their id as text.
-        constrained: token processors by seq_id, of those that say what may be sampled.
+        constrained: token processors by seq_id, of those that say what may or must be sampled.
         with_functions: the same, of those with logits processors.
         num_not_queued: sequences of unfinished requests that the scheduler does not know yet.
     """
@@ -70,7 +70,7 @@ class OutputProcessor:
             self._requests[seq.seq_id] = request
             if processor is not None:
                 self._processors[seq.seq_id] = processor
-                if seq.sampling_params.is_constrained:
+                if seq.sampling_params.is_constrained or processor.thinking is not None:
                     self.constrained[seq.seq_id] = processor
                 if seq.sampling_params.logits_processors:
                     self.with_functions[seq.seq_id] = processor
@@ -131,30 +131,30 @@ class OutputProcessor:
         """The inputs of a batch's sampling that depend on the tokens before it, and the sequences that fail.
 
         Returns:
-            Masks of constrained requests, or None; a function that calls logits processors, or None; and a list of
-            sequences to end once the sampling is launched, which that function extends.
+            Masks and forced tokens, or None, see ``masks``; a function that calls logits processors, or None; and a
+            list of sequences to end once the sampling is launched, which that function extends.
         """
         failed: list[Sequence] = []
         masks = process = None
         if self.constrained:
-            req_indices, bitmask, failed = self.masks(batch)
-            masks = req_indices, bitmask
+            *masks, failed = self.masks(batch)
         if self.with_functions:
             process = partial(self.process_logits, batch, failed)
         return masks, process, failed
 
-    def masks(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, list[Sequence]]:
-        """Compute the token masks of a batch's constrained requests.
+    def masks(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[Sequence]]:
+        """Compute masks and forced tokens of a batch's constrained requests.
 
         Returns:
-            Their request slots, int32 [n]; their masks, int32 [n, ceil(V / 32)]; and the sequences whose grammar fails.
+            Request slots, int32 [n]; their masks, int32 [n, ceil(V / 32)]; slots and the token that each must sample,
+            int32 [m, 2]; and the sequences whose grammar fails.
         """
-        req_indices, processors = [], []
-        for req_idx, seq_id in zip(batch.req_indices.tolist(), batch.seq_ids.tolist(), strict=True):
-            if (processor := self.constrained.get(seq_id)) is not None:
-                req_indices.append(req_idx)
-                processors.append(processor)
-        return np.array(req_indices, np.int32), *self._token_processors.masks(processors)
+        places = zip(batch.req_indices.tolist(), batch.seq_ids.tolist(), strict=True)
+        found = {req_idx: self.constrained[seq_id] for req_idx, seq_id in places if seq_id in self.constrained}
+        masked = {req_idx: each for req_idx, each in found.items() if each.grammar or each.bad_words}
+        forced = [(req_idx, token_id) for req_idx, each in found.items() if (token_id := each.forced) is not None]
+        bitmask, failed = self._token_processors.masks([*masked.values()])
+        return np.array([*masked], np.int32), bitmask, np.array(forced, np.int32).reshape(-1, 2), failed
 
     def process_logits(self, batch: Batch, failed: list[Sequence], rows: np.ndarray, logits: Any) -> None:
         """Call the logits processors of some of a batch's sequences on their logits, a tensor f32 [n, V], in place.

@@ -1,4 +1,4 @@
-"""The progress bar of ``generate``: finished requests, and tokens with the throughput of prefill and decode."""
+"""The progress bar of a call: finished requests, and tokens with the throughput of prefill and decode."""
 
 import sys
 from collections.abc import Callable
@@ -18,15 +18,16 @@ class Progress:
         num_requests: the bar's total.
         use_tqdm: a callable makes the bar in tqdm's place: called with tqdm's keywords ``total``, ``desc`` and
             ``dynamic_ncols``, it returns an object with ``update``, ``refresh``, ``close`` and a ``postfix`` to set.
+        desc: the word before the bar.
     """
 
     _is_first_step: ClassVar[bool] = True  # of the process: it allocates and initialises, and its time says nothing
 
-    def __init__(self, num_requests: int, use_tqdm: bool | Callable[..., Any]):
+    def __init__(self, num_requests: int, use_tqdm: bool | Callable[..., Any], desc: str = "Generating"):
         is_off = getattr(sys.stderr, "closed", sys.stderr is None)  # of a service, or by 2>&-: tqdm writes there
         in_terminal = not is_off and sys.stderr.isatty()
         self._interval_s = TERMINAL_INTERVAL_S if in_terminal or "ipykernel" in sys.modules else LOG_INTERVAL_S
-        options = {"total": num_requests, "desc": "Generating", "dynamic_ncols": True}
+        options = {"total": num_requests, "desc": desc, "dynamic_ncols": True}
         own = {"mininterval": self._interval_s, "disable": is_off}
         self._bar: Any = use_tqdm(**options) if callable(use_tqdm) else tqdm(**options, **own)
         self._tokens = {"prefill": 0, "decode": 0}

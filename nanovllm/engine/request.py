@@ -11,7 +11,7 @@ import numpy as np
 from nanovllm.attachments import Attachment
 from nanovllm.core import Sequence
 from nanovllm.engine.callers import Caller
-from nanovllm.engine.text.tokenizer import AsyncTokenizer
+from nanovllm.engine.text.tokenizer import AsyncTokenizer, CompletionReasoning, done
 from nanovllm.engine.token_processor import TokenProcessor
 from nanovllm.outputs import CompletionOutput, FinishReason, RequestOutput
 from nanovllm.readouts import Readout
@@ -35,21 +35,19 @@ class Completion:
 
     def decode(self, tokenizer: AsyncTokenizer) -> Future[str]:
         """The text of the finished sequence. A token that ended it stays out, unless the request wants it."""
-        params, token_ids = self.seq.sampling_params, self.token_ids
+        seq, params, token_ids = self.seq, self.seq.sampling_params, self.token_ids
         if self.processor is not None and self.processor.stop_text is not None:
-            text: Future[str] = Future()
-            text.set_result(self.processor.stop_text)
-            return text
-        ends_early = self.seq.finish_reason == "stop" and not params.include_stop_str_in_output
+            return done(self.processor.stop_text)
+        by_token = seq.finish_reason == "stop" and not isinstance(seq.stop_reason, str)  # else by a repetition
+        ends_early = by_token and not params.include_stop_str_in_output
         return tokenizer.decode_later(token_ids[:-1] if ends_early else token_ids, params)
 
-    def output(self, index: int, tokenizer: AsyncTokenizer) -> CompletionOutput:
+    def output(self, index: int, tokenizer: AsyncTokenizer, reasoning: CompletionReasoning) -> CompletionOutput:
         """The finished completion; waits for the text."""
-        text, seq = self.text or self.decode(tokenizer), self.seq
-        total, logprobs = (None, None) if self.processor is None else self.processor.logprobs(self.token_ids)
-        return CompletionOutput(
-            index, text.result(), self.token_ids, total, logprobs, seq.finish_reason, seq.stop_reason
-        )
+        seq, (text, failure) = self.seq, tokenizer.decoded(self.text or self.decode(tokenizer))
+        logprobs = (None, None) if self.processor is None else self.processor.logprobs(self.token_ids)
+        reasons = (seq.finish_reason, seq.stop_reason) if failure is None else ("error", failure)
+        return CompletionOutput(index, text, self.token_ids, *logprobs, *reasons, None, reasoning)
 
 
 @dataclass(eq=False)
@@ -93,7 +91,8 @@ class Request:
 
     def output(self) -> RequestOutput:
         """The finished request; waits for the text."""
-        return self.output_of([each.output(i, self.tokenizer) for i, each in enumerate(self.completions)])
+        reasoning, completions = self.tokenizer.reasoning_finder(self.prompt_ids, self.params), self.completions
+        return self.output_of([each.output(i, self.tokenizer, reasoning) for i, each in enumerate(completions)])
 
     def output_of(self, outputs: list[CompletionOutput], finished: bool = True) -> RequestOutput:
         texts = self.tokenizer.texts if self.params.detokenize else None

@@ -1,6 +1,8 @@
 """The tokens of one request as they arrive: each output holds the new ones."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from nanovllm.engine.request import Request
 from nanovllm.engine.text.detokenizer import IncrementalDetokenizer
@@ -41,17 +43,30 @@ class DeltaStream:
             self._num_sent[index], is_new = start + len(token_ids), is_new or len(token_ids) > 0
             if cumulative:
                 start, text, token_ids = 0, self._sent[index], seq.tokens(first, first + stop).tolist()
-            outputs.append(CompletionOutput(index, text, token_ids, *self._logprobs(index, token_ids, start)))
+            total, logprobs = self._logprobs(index, token_ids, start)
+            find = self._reasoning(index, len(self._sent[index]) - len(text), seq.tokens(first, first + stop).copy())
+            outputs.append(CompletionOutput(index, text, token_ids, total, logprobs, reasoning_block=find))
         return self._request.output_of(outputs, finished=False) if is_new else None
 
     def _last(self) -> RequestOutput:
         output = self._request.output()
         for index, whole in enumerate(output.outputs):
-            start = self._num_sent[index]
+            start, first = self._num_sent[index], len(self._sent[index])
             token_ids = whole.token_ids[start:]
-            text, (_, logprobs) = whole.text[len(self._sent[index]) :], self._logprobs(index, token_ids, start)
-            output.outputs[index] = replace(whole, text=text, token_ids=token_ids, logprobs=logprobs)
+            text, (_, logprobs) = whole.text[first:], self._logprobs(index, token_ids, start)
+            find = self._reasoning(index, first, whole.token_ids, whole.text)
+            delta = replace(whole, text=text, token_ids=token_ids, logprobs=logprobs, reasoning_block=find)
+            output.outputs[index] = delta
         return self._request.output_of(output.outputs)
+
+    def _reasoning(self, index: int, first: int, token_ids: Any, text: str | None = None) -> Callable[..., Any]:
+        """A function that finds the thinking in the text from the character ``first`` on.
+
+        ``token_ids``: of the whole completion so far; its text is what was sent, or ``text``.
+        """
+        text = self._sent[index] if text is None else text
+        find = self._request.tokenizer.reasoning_finder(self._request.prompt_ids, self._request.params)
+        return lambda *of_delta: None if (block := find(text, token_ids)) is None else block.behind(first)
 
     def _new_text(self, index: int, token_ids: list[int]) -> str:
         """The text that is certain now and cannot begin a stop string."""

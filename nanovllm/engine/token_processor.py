@@ -1,4 +1,4 @@
-"""Token processors: stop strings, log-probabilities, grammars and logits processors, token by token on the host.
+"""Token processors: stop strings, repetitions, log-probabilities, grammars, thoughts, logits processors.
 
 Plain requests have no ``TokenProcessor``, and cost a step nothing.
 """
@@ -15,11 +15,14 @@ import numpy as np
 
 from nanovllm.config import Config
 from nanovllm.core import Sequence, SequenceStatus
+from nanovllm.engine.repetition import REPETITION_DETECTED, RepetitionDetector
 from nanovllm.engine.structured_outputs.token_masks import BadWords, Grammar, GrammarCompiler, mask_of, mask_of_all
 from nanovllm.engine.text.detokenizer import special_tokens
+from nanovllm.engine.text.reasoning import ReasoningMarks
 from nanovllm.engine.text.stop_strings import StopStrings
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
-from nanovllm.errors import EngineError, RequestError
+from nanovllm.engine.thinking import Marks, Thinking
+from nanovllm.errors import EngineError, RequestError, as_request_error
 from nanovllm.outputs import LogprobsAt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.packed_logprobs import Texts, logprobs_at, trimmed
@@ -29,6 +32,10 @@ NEVER_STOPS = (
     "stop=%r never stops: skip_special_tokens=True leaves the special token %r out of the text. Use "
     "stop_token_ids=[%d], or skip_special_tokens=False. This is said once."
 )
+CALLED_WITH = (
+    ". It is called as f(token_ids, logits), or f(prompt_token_ids, token_ids, logits): with lists, and a tensor [V]. "
+    "transformers' take batches of both: lambda ids, logits: processor(torch.tensor([ids]), logits[None])[0]"
+)
 
 
 class TokenProcessor:
@@ -36,21 +43,24 @@ class TokenProcessor:
 
     Attributes:
         stop_text: the text, once a stop string has ended it.
-        grammar, bad_words: what it may sample next, where that depends on its tokens.
+        grammar, bad_words, thinking: what it may sample next, where that depends on its tokens. Beside a budget of
+            thinking, the grammar begins behind the thoughts.
     """
 
     def __init__(self, seq: Sequence, stop: StopStrings | None, texts: Texts | None = None,
-                 grammar: Grammar | None = None, bad_words: BadWords | None = None):
-        self.seq, self.grammar, self.bad_words = seq, grammar, bad_words
+                 grammar: Grammar | None = None, bad_words: BadWords | None = None, thinking: Thinking | None = None,
+                 repetition: RepetitionDetector | None = None):
+        self.seq, self.grammar, self.bad_words, self.thinking = seq, grammar, bad_words, thinking
         self._functions: list[Callable[[Any], Any]] | None = None  # its logits processors, once they are called
-        self._stop, self._texts, self._num_logprobs = stop, texts, seq.sampling_params.logprobs
+        self._stop, self._texts, self._num_logprobs = stop, texts, seq.sampling_params.num_logprobs
+        self._repetition = repetition
         self._rows: list[np.ndarray] = []  # of each token, packed; see ``utils/packed_logprobs.py``
         self._totals = [0.0]  # sums of the log-probabilities of the first 0, 1, ... tokens
         self.stop_text: str | None = None
 
     def update(self, token_id: int, logprobs: np.ndarray | None) -> bool:
-        """Take in the next token and the packed row of its log-probabilities. Whether it completes a stop string, or
-        the grammar fails; then the sequence is marked as ended.
+        """Take in the next token and the packed row of its log-probabilities. Whether it completes a stop string or
+        a repetition, or the grammar fails; then the sequence is marked as ended.
         """
         seq = self.seq
         if seq.finish_reason == "error":  # no token could be sampled
@@ -63,25 +73,43 @@ class TokenProcessor:
             return False
         if self.bad_words is not None:
             self.bad_words.accept(token_id)
-        error = None
-        if self.grammar is not None and seq.finish_reason is None:
+        is_thought, error = self.thinking is not None and self.thinking.accept(token_id), None
+        if self.grammar is not None and seq.finish_reason is None and not is_thought:
             error = error_of(self.grammar.accept, token_id)
         if error is not None:
             self.fail(error)
             return True
-        found = None if self._stop is None else self._stop.update(token_id)
+        found: tuple[str, str | None] | None = None
+        was_finished = seq.finish_reason is not None
+        try:
+            found = None if self._stop is None else self._stop.update(token_id)
+        except RequestError as failure:  # of the tokenizer
+            self.fail(failure)
+            return not was_finished
         if found is None:
-            return False
-        seq.stop_reason, self.stop_text = found
-        was_finished, seq.finish_reason = seq.finish_reason is not None, "stop"
+            is_repetition = self._repetition is not None and self._repetition.update(token_id)
+            if not is_repetition or was_finished:  # "length" goes before, as in vLLM
+                return False
+            found = REPETITION_DETECTED, None
+        (seq.stop_reason, self.stop_text), seq.finish_reason = found, "stop"
         return not was_finished
+
+    @property
+    def is_thinking(self) -> bool:
+        return self.thinking is not None and self.thinking.is_open
+
+    @property
+    def forced(self) -> int | None:
+        """The token that it must sample next, if there is one."""
+        return None if self.thinking is None else self.thinking.forced
 
     def process_logits(self, logits: Any) -> bool:
         """Call the logits processors on a tensor f32 [V], in place. False if one raises, which ends the sequence."""
         error = error_of(self._call_functions, logits)
         if error is None or self.seq.status is SequenceStatus.FINISHED:  # one has closed the stream that it is part of
             return True
-        self.fail(error, "a logits processor failed")
+        hint = CALLED_WITH if isinstance(error, (TypeError, AttributeError)) else ""
+        self.fail(error, "a logits processor failed", hint)
         return False
 
     def _call_functions(self, logits: Any) -> None:
@@ -96,13 +124,13 @@ class TokenProcessor:
                 )
             logits.copy_(result)
 
-    def fail(self, error: BaseException, what: str = "the grammar failed while it was decoded") -> None:
+    def fail(self, error: BaseException, what: str = "the grammar failed while it was decoded", hint: str = "") -> None:
         """Mark the sequence as ended by an error of its grammar, or of a logits processor."""
         self.seq.finish_reason = "error"
         if isinstance(error, RequestError):
             self.seq.stop_reason = str(error)
         else:
-            self.seq.stop_reason = f"{what} ({type(error).__name__}: {error!s:.500})"
+            self.seq.stop_reason = f"{what} ({type(error).__name__}: {error!s:.500}){hint}"
 
     def logprobs(self, token_ids: list[int],
                  start: int = 0) -> tuple[float | None, Callable[[], list[LogprobsAt]] | None]:
@@ -112,16 +140,18 @@ class TokenProcessor:
         if self._num_logprobs is None:
             return None, None
         stop = start + len(token_ids)
-        rows, texts = self._rows[start:stop], self._texts
-        return self._totals[stop], lambda: logprobs_at(np.array(rows), token_ids, texts)
+        rows, texts, are_top = self._rows[start:stop], self._texts, self.seq.sampling_params.logprob_token_ids is None
+        return self._totals[stop], lambda: logprobs_at(np.array(rows), token_ids, texts, are_top)
 
 
 class TokenProcessors:
     """Makes the processors of an engine, and holds their shared state."""
 
     def __init__(self, config: Config, tokenizer: AsyncTokenizer, eos_token_ids: tuple[int, ...]):
-        self._vocab_size = config.model_config.vocab_size
+        self._config, self._vocab_size = config, config.model_config.vocab_size
         self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
+        if config.reasoning_start_str or config.reasoning_end_str:
+            tokenizer.reasoning_marks = ReasoningMarks.alone(config.reasoning_start_str, config.reasoning_end_str)
         self._allowed: dict[bytes, np.ndarray] = {}
         self._has_warned = False
         self._thread_inside: int | None = None  # that is inside a logits processor
@@ -134,11 +164,15 @@ class TokenProcessors:
             if key not in self._allowed:  # one is kept: usually all requests have the same
                 self._allowed = {key: mask_of(params.allowed_token_ids, self._vocab_size)}
             seq.allowed_mask = self._allowed[key]
-        if not (params.stop or params.logprobs is not None or params.is_constrained or params.logits_processors):
+        if not (params.ends_by_content or params.num_logprobs is not None or params.is_constrained
+                or params.logits_processors or params.thinking_token_budget is not None):  # fmt: skip
             return None
-        stop, grammar, bad_words = self._parts(params)
-        texts = self._tokenizer.texts if params.logprobs is not None and params.detokenize else None
-        return TokenProcessor(seq, stop, texts, grammar, bad_words)
+        stop, grammar, bad_words, marks = self._parts(params)
+        texts = self._tokenizer.texts if params.num_logprobs is not None and params.detokenize else None
+        prompt = seq.tokens(0, seq.num_prompt_tokens)
+        thinking = None if marks is None else Thinking(marks, params.thinking_token_budget or 0, prompt)
+        repetition = RepetitionDetector(params, self._config.max_model_len) if params.repetition_detection else None
+        return TokenProcessor(seq, stop, texts, grammar, bad_words, thinking, repetition)
 
     def process_logits(self, processor: TokenProcessor, logits: Any) -> bool:
         """Call a sequence's logits processors; see ``TokenProcessor.process_logits``."""
@@ -158,7 +192,9 @@ class TokenProcessors:
 
     def check(self, params: SamplingParams) -> None:
         """Raise RequestError where a part of a processor lacks a tokenizer, or the grammar is wrong."""
-        self._parts(params)
+        if (error := error_of(self._parts, params)) is not None:
+            refused = as_request_error(error)
+            raise refused from refused.__cause__
         if params.stop and params.skip_special_tokens and not self._has_warned:
             tokenizer = self._required("stop")
             special = special_tokens(tokenizer, len(tokenizer)).items()
@@ -167,8 +203,9 @@ class TokenProcessors:
                 self._has_warned = True
                 logger.warning(NEVER_STOPS, *never[0])
 
-    def _parts(self, params: SamplingParams) -> tuple[StopStrings | None, Grammar | None, BadWords | None]:
-        stop = grammar = bad_words = None
+    def _parts(self, params: SamplingParams
+               ) -> tuple[StopStrings | None, Grammar | None, BadWords | None, Marks | None]:
+        stop = grammar = bad_words = marks = None
         if params.stop:
             stop = StopStrings(self._required("stop"), params)
         if params.structured_outputs is not None:
@@ -176,7 +213,9 @@ class TokenProcessors:
             grammar = self._grammars.compile(params.structured_outputs)
         if params.bad_words:
             bad_words = BadWords(self._required("bad_words"), params.bad_words, self._vocab_size)
-        return stop, grammar, bad_words
+        if params.thinking_token_budget is not None:
+            marks = self._marks
+        return stop, grammar, bad_words, marks
 
     def masks(self, processors: list[TokenProcessor]) -> tuple[np.ndarray, list[Sequence]]:
         """Compute the tokens that each constrained sequence may sample next.
@@ -191,6 +230,11 @@ class TokenProcessors:
             seq = processor.seq
             if processor.bad_words is not None:
                 processor.bad_words.apply(row)
+            if processor.grammar is not None and processor.thinking is not None:
+                if processor.is_thinking:
+                    row &= ~eos  # the text that the grammar describes is to come
+                elif seq.num_completion_tokens == 0 and len(self._marks.start) == 1:
+                    row |= mask_of(self._marks.start, self._vocab_size)  # it may think first
             if seq.allowed_mask is not None:
                 must_end = processor.grammar is not None
                 row &= seq.allowed_mask | eos if must_end else seq.allowed_mask
@@ -203,7 +247,8 @@ class TokenProcessors:
 
     def _fill(self, processors: list[TokenProcessor], bitmask: np.ndarray) -> list[Sequence]:
         """Fill row i for the grammar of sequence i, if it has one; returns the sequences whose grammar fails."""
-        grammars = {i: each.grammar for i, each in enumerate(processors) if each.grammar is not None}
+        grammars = {i: each.grammar for i, each in enumerate(processors)
+                    if each.grammar is not None and not each.is_thinking}  # fmt: skip
         if not grammars or error_of(self._grammars.fill, grammars, bitmask) is None:
             return []
         failed = []
@@ -218,6 +263,11 @@ class TokenProcessors:
         """Ids that ``min_tokens`` holds back."""
         eos = () if params.ignore_eos else self._eos_token_ids
         return tuple(dict.fromkeys((*params.stop_token_ids, *eos))) if params.min_tokens else ()
+
+    @cached_property
+    def _marks(self) -> Marks:
+        tokenizer, config = self._required("thinking_token_budget"), self._config
+        return Marks.of(tokenizer, config.reasoning_start_str, config.reasoning_end_str, self._vocab_size)
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:

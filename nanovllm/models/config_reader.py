@@ -143,6 +143,7 @@ def model_config(raw: dict[str, Any]) -> ModelConfig:
         rope.check_head(head_dim)
     # Qwen's recipe for yarn adds rope_scaling to a config.json and leaves max_position_embeddings
     stretched = [int(rope.factor * rope.original_max_position) for rope in ropes if rope.kind == "yarn"]
+    check("config.json", "factor * original_max_position_embeddings", max([1, *stretched]), SIZE, CheckpointError)
     bias = given["attention_bias"] or given["use_bias"]
     qkv_bias = family.qkv_bias if given["qkv_bias"] is None else given["qkv_bias"]
     o_bias = given["attention_out_bias"] if family.o_bias is None else family.o_bias
@@ -211,7 +212,11 @@ def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
             raw[names[0]] = next((raw[name] for name in names if raw.get(name) is not None), None)
         raw["moe_intermediate_size"] = raw.get("moe_intermediate_size") or raw.get("intermediate_size")
         raw["intermediate_size"] = raw.get("intermediate_size") or raw["moe_intermediate_size"]  # without dense layers
-    for switch, neutral in SWITCHES.items():
+    switches = {
+        **({} if family.experts else dict.fromkeys(MOE_NAMES[0], (0, 1))),
+        **({} if family.recurrent else dict.fromkeys(DELTA_RULES, ())), **SWITCHES,
+    }  # fmt: skip
+    for switch, neutral in switches.items():
         value = raw.get(switch)
         is_off = switch == "sliding_window" and raw.get("use_sliding_window") is False
         if switch not in family.reads and value not in (None, *neutral) and not is_off:

@@ -46,8 +46,8 @@ class Family(NamedTuple):
     skipped: str = ""  # regular expression of the names of tensors that are not part of the decoder
 
 
-# Fields that change the numbers in some families -> values without effect, as is their absence. Elsewhere any other
-# value is refused.
+# Fields that change the numbers in some families, here or in transformers, but no tensor -> values without effect, as
+# is their absence. Elsewhere any other value is refused.
 SWITCHES: dict[str, tuple] = by_field(
     ("sliding_window rope_local_base_freq query_pre_attn_scalar attention_multiplier clip_qkv llama_4_scaling", ()),
     ("attn_logit_softcapping final_logit_softcapping swiglu_limit", ()),
@@ -61,4 +61,13 @@ SWITCHES: dict[str, tuple] = by_field(
     ("output_gate_type", ("swish", "silu")),
     ("swiglu_alpha", (1.702,)),
     ("mamba_ssm_dtype", ("float32",)),
+    ("logit_scale logits_mup_width_multiplier lm_head_multiplier scale_emb embedding_scale residual_scale", (1,)),
+    ("attention_in_multiplier attention_out_multiplier key_multiplier attention_value_scale rotary_pct", (1,)),
+    ("mlp_multipliers", ([1, 1],)),
+    ("scale_depth logits_soft_cap output_logit_soft_cap moe_router_logit_softcapping mlp_gate_softcap", (0,)),
+    ("mlp_up_softcap attention_chunk_size num_kv_shared_layers zero_expert_num hidden_size_per_layer_input", (0,)),
+    ("qk_l2_clip_threshold activation_sparsity_pattern layer_rope_theta", ()),
+    ("alibi parallel_attn use_parallel_residual scale_embedding mup_enabled use_cla prefix_lm is_moe", (False,)),
+    ("attn_temperature_tuning attention_k_eq_v is_encoder_decoder enable_moe_block qk_layernorm", (False,)),
+    ("position_embedding_type", ("rope", "absolute")),  # the latter is in files of classes that do not read it
 )

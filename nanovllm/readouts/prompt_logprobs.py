@@ -1,6 +1,7 @@
 """Log-probabilities of a prompt's tokens, or of given tokens after each of its prefixes (scores); host half."""
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -84,6 +85,13 @@ class PromptLogprobs(Readout):
         if not self.chunks:  # a prompt of one token
             return [None]
         return [None, *logprobs_at(np.concatenate(self.chunks), self.token_ids.tolist(), texts)]
+
+    def perplexity(self) -> float:
+        """Compute exp of the mean negative log-probability; NaN without any."""
+        if self.error is not None or not self.chunks:
+            return math.nan
+        mean = -float(np.concatenate(self.chunks)[:, 0].view(np.float32).mean(dtype=np.float64))
+        return math.exp(mean) if mean < math.log(sys.float_info.max) else math.inf
 
     def score(self) -> Score:
         if self.error is not None:

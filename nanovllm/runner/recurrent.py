@@ -109,8 +109,9 @@ class RecurrentStates(Part):
     def describe(self) -> str:
         if self.states is None:
             return ""
-        mib = sum(tensor[:, 0].numel() * tensor.itemsize for tensor in self.states) / 2**20
-        return f" with states of {mib:,.1f} MiB each and {self.num_rows:,} snapshots of them"
+        kib = sum(tensor[:, 0].numel() * tensor.itemsize for tensor in self.states) / 2**10
+        size = f"{kib / 2**10:,.1f} MiB" if kib >= 2**10 else f"{kib:,.1f} KiB"
+        return f" with states of {size} each and {self.num_rows:,} snapshots of them"
 
     # ---------------------------------------------------------------- prefills that no batch stands for
 

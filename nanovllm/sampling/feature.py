@@ -15,7 +15,7 @@ MAX_FLOAT = 1e30  # beyond, fp32 overflows; larger numbers have the same effect
 
 Arrays = dict[str, np.ndarray]  # integers [n] each, on their way to the device
 Tensors = dict[str, torch.Tensor]  # the same there, int32
-Masks = tuple[np.ndarray, np.ndarray]  # request slots int32 [n], their masks int32 [n, ceil(V / 32)]
+Masks = tuple[np.ndarray, np.ndarray, np.ndarray]  # slots [n], masks [n, ceil(V / 32)]; slots and tokens [m, 2]; int32
 # of places in the batch, int [n], and their logits, f32[n, V], which it changes in place
 Process = Callable[[np.ndarray, torch.Tensor], None]
 

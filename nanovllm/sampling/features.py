@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nanovllm.sampling.filters import Filters
+from nanovllm.sampling.forced import Forced
 from nanovllm.sampling.masks import MinTokens, TokenMasks
 from nanovllm.sampling.penalties import Penalties
 from nanovllm.sampling.processors import Processors
@@ -23,6 +24,7 @@ class Features(NamedTuple):
     min_tokens: MinTokens
     processors: Processors
     penalties: Penalties
+    forced: Forced
     filters: Filters
     logprobs: Logprobs
 
@@ -35,6 +37,7 @@ def make_features(state: Any, max_model_len: int, vocab_size: int, processed_log
         MinTokens(),
         Processors(R),
         Penalties(R, max_model_len, vocab_size, state.last_token),
+        Forced(R),
         Filters(),
         Logprobs(R, vocab_size, processed_logprobs),
     )

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from nanovllm.core import NewSequences
-from nanovllm.sampling.feature import INT32_MAX, Arrays, Feature, Logits, Masks, Sampled, Tensors
+from nanovllm.sampling.feature import INT32_MAX, Arrays, Feature, Logits, Sampled, Tensors
 from nanovllm.sampling_params import MAX_STOP_IDS
 
 
@@ -30,7 +30,7 @@ class TokenMasks(Feature):
         has_mask = [mask is not None for mask in new.allowed_masks]
         if any(has_mask):
             masks = [mask for mask in new.allowed_masks if mask is not None]
-            self._send((new.req_indices[has_mask], np.stack(masks)), arrays)
+            self._send(new.req_indices[has_mask], np.stack(masks), arrays)
         rows["is_masked"] = used = [a or b for a, b in zip(new.is_constrained, has_mask, strict=True)]
         return used
 
@@ -38,12 +38,12 @@ class TokenMasks(Feature):
         return bool(self._is_constrained[req_indices].any())
 
     def begin(self, sampled: Sampled, arrays: Arrays) -> None:
-        if sampled.masks is not None:
-            self._send(sampled.masks, arrays)
+        if sampled.masks is not None and len(sampled.masks[0]):  # else they are of other batches
+            self._send(*sampled.masks[:2], arrays)
 
     @staticmethod
-    def _send(masks: Masks, arrays: Arrays) -> None:
-        arrays["mask_req_indices"], arrays["masks"] = masks[0], masks[1].ravel()
+    def _send(req_indices: np.ndarray, masks: np.ndarray, arrays: Arrays) -> None:
+        arrays["mask_req_indices"], arrays["masks"] = req_indices, masks.ravel()
 
     def write(self, tensors: Tensors) -> None:
         if self.table is None:

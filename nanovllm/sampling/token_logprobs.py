@@ -1,13 +1,15 @@
-"""Log-probabilities of sampled tokens and of a prompt's tokens, each with its most probable alternatives."""
+"""Log-probabilities of sampled tokens and of a prompt's tokens, with the most probable or named ones beside each."""
 
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from nanovllm.core import NewSequences
-from nanovllm.sampling.feature import Arrays, Feature, Logits, Sampled
+from nanovllm.sampling.feature import Arrays, Feature, Logits, Sampled, Tensors
+from nanovllm.sampling_params import MAX_LOGPROB_IDS
 
 MAX_TOP = 32  # alternatives of the kernel, which finds one a round; for more, topk is faster
 LOGITS_ROWS = 256  # prompt tokens that are scored at once: bounds the memory of their logits
@@ -18,27 +20,43 @@ class Logprobs(Feature):
     masks, penalties, temperature and filters.
     """
 
+    sends = "logprob_ids"
+
     def __init__(self, max_num_seqs: int, vocab_size: int, processed: bool):
         self.reads_raw, self._processed, self._vocab_size = not processed, processed, vocab_size
         self._num_top = np.zeros(max_num_seqs, np.int32)
         self.num_top = 0  # most alternatives of a request of the batch; each gets that number, and its owner trims them
+        self._num_ids, self._ids = np.zeros(max_num_seqs, np.int32), np.empty((max_num_seqs, MAX_LOGPROB_IDS), np.int32)
+        self._named: torch.Tensor | None = None  # of the batch's rows; see ``token_logprobs``
 
     def add(self, new: NewSequences, rows: np.ndarray, arrays: Arrays) -> list[bool]:
-        wanted = [params.logprobs for params in new.params]
-        self._num_top[new.req_indices] = [self._limited(num_top or 0) for num_top in wanted]
-        return [num_top is not None for num_top in wanted]
+        named = [params.logprob_token_ids or [] for params in new.params]
+        wanted = [params.num_logprobs for params in new.params]
+        of_top = [0 if ids else self._limited(num or 0) for num, ids in zip(wanted, named, strict=True)]
+        self._num_top[new.req_indices], self._num_ids[new.req_indices] = of_top, [len(ids) for ids in named]
+        for req_idx, ids in zip(new.req_indices, named, strict=True):
+            self._ids[req_idx, : len(ids)] = ids
+        return [num is not None for num in wanted]
 
     def begin(self, sampled: Sampled, arrays: Arrays) -> None:
         self.num_top = int(self._num_top[sampled.req_indices].max(initial=0))
+        self._named, counts = None, self._num_ids[sampled.req_indices, None]
+        if most := int(counts.max(initial=0)):
+            ids = np.where(np.arange(most) < counts, self._ids[sampled.req_indices, :most], -1)
+            arrays["logprob_ids"] = ids.repeat(sampled.num_rows, axis=0).ravel()
+
+    def write(self, tensors: Tensors) -> None:
+        self._named = tensors["logprob_ids"]
 
     def report(self, raw: Logits, logits: Logits, tokens: torch.Tensor, req_indices: torch.Tensor) -> torch.Tensor:
         """``token_logprobs`` of the sampled tokens."""
+        named = None if self._named is None else self._named.view(len(tokens), -1)
         if not self._processed:
-            return self._compute(raw.gather().values, tokens, self.num_top)
+            return self._compute(raw.gather().values, tokens, self.num_top, named=named)
         values, thresholds, _ = logits.gather()
         temperature = self.state.temperature[req_indices.long()]
         scales = torch.where(temperature > 0, 1 / temperature, 1.0)
-        return self._compute(values, tokens, self.num_top, scales, thresholds)
+        return self._compute(values, tokens, self.num_top, scales, thresholds, named)
 
     def of_prompt(self, num_top: int, hidden: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor,
                   compute_logits: Callable[[torch.Tensor], Logits]) -> torch.Tensor:
@@ -49,17 +67,18 @@ class Logprobs(Feature):
             for some, ids in zip(rows.split(LOGITS_ROWS), token_ids.split(LOGITS_ROWS), strict=True)
         ])  # fmt: skip
 
-    def _compute(self, logits: torch.Tensor, tokens: torch.Tensor, num_top: int, *options: Any) -> torch.Tensor:
+    def _compute(self, logits: torch.Tensor, tokens: torch.Tensor, num_top: int, *options: Any,
+                 **others: Any) -> torch.Tensor:
         compute = self.ops.token_logprobs if num_top <= MAX_TOP else token_logprobs
-        return compute(logits, tokens, num_top, *options)
+        return compute(logits, tokens, num_top, *options, **others)
 
     def _limited(self, num_top: int) -> int:
         """-1 is the whole vocabulary."""
         return self._vocab_size if num_top == -1 else min(num_top, self._vocab_size)
 
 
-def token_logprobs(logits, tokens, num_top, scales=None, thresholds=None):
-    """Log-probabilities of one token per row and of the `num_top` most probable ones.
+def token_logprobs(logits, tokens, num_top, scales=None, thresholds=None, named=None):
+    """Log-probabilities of one token per row and of the `num_top` most probable ones, or of named ones.
 
     Args:
         logits: [N, V], the whole vocabulary. NaN counts as -inf.
@@ -67,11 +86,12 @@ def token_logprobs(logits, tokens, num_top, scales=None, thresholds=None):
         num_top: number of most probable tokens, at most V; the lowest id first on a tie.
         scales: f32[N], > 0: logits are multiplied by them, as by an inverse temperature.
         thresholds: f32[N]: logits below count as -inf, before the scales; see `filter_thresholds`.
+        named: int[N, W]: a row whose first id is not -1 reports these in place of the most probable ones; -1 behind.
 
     Returns:
-        i32[N, 2 + 2 * num_top], in one piece for one copy to the host. Columns: bits of the token's fp32 logprob;
-        its rank, the number of logits >= its own; the top ids; the bits of their logprobs.
-        In a row of -inf every logprob is -inf.
+        i32[N, 2 + 2k], k = max(num_top, W), in one piece for one copy to the host. Columns: bits of the token's fp32
+        logprob; its rank, the number of logits >= its own; the ids of the others; the bits of their logprobs. In a row
+        of -inf every logprob is -inf. Others beyond those that a row reports are undefined.
     """
     x = logits.float()
     x = x.masked_fill(x.isnan(), -torch.inf)
@@ -82,6 +102,10 @@ def token_logprobs(logits, tokens, num_top, scales=None, thresholds=None):
     own = x.gather(1, tokens.long().unsqueeze(1))
     rank = (x >= own).sum(1, keepdim=True)
     ids = top_ids(x, num_top)
+    if named is not None:
+        width = max(num_top, named.shape[1])
+        named, ids = (pad(each, (0, width - each.shape[1])) for each in (named, ids))
+        ids = torch.where(named[:, :1] >= 0, named, ids).clamp(min=0)
     normalizer = x.logsumexp(1, keepdim=True)
     logprobs = torch.cat((own, x.gather(1, ids.long())), 1) - normalizer
     logprobs = logprobs.masked_fill(logprobs.isnan(), -torch.inf).view(torch.int32)

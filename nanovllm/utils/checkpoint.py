@@ -101,6 +101,7 @@ def folder_within(model_path: str, name: Any, source: Path) -> Path:
     root = Path(model_path).resolve()
     try:
         folder = Path(root, "" if name is None else name).resolve()
+        folder.exists()  # Git keeps no empty ones; OSError where the name is too long
         if folder.is_relative_to(root):
             return folder
     except (TypeError, ValueError, OSError, RuntimeError):  # no string; a NUL in it; too long; a loop of links

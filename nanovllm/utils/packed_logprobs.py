@@ -1,7 +1,7 @@
 """Packed rows of log-probabilities, as the devices report them, and the dictionaries of an output.
 
 A row is packed as by ``token_logprobs`` (sampling), int32 [2 + 2k]: log-probability and rank of the token itself, then
-ids and log-probabilities of the k most probable ones.
+ids and log-probabilities of k others: the most probable ones, or those that its request names.
 """
 
 from collections.abc import Callable
@@ -25,13 +25,15 @@ def trimmed(rows: np.ndarray, num_logprobs: int) -> np.ndarray:
     return np.concatenate([rows[..., : 2 + num_logprobs], rows[..., 2 + k : 2 + k + num_logprobs]], axis=-1)
 
 
-def logprobs_at(rows: np.ndarray, token_ids: list[int], texts: Texts | None) -> list[LogprobsAt]:
-    """One dict per token: the token itself, then the most probable ones.
+def logprobs_at(rows: np.ndarray, token_ids: list[int], texts: Texts | None,
+                are_top: bool = True) -> list[LogprobsAt]:
+    """One dict per token: the token itself, then the others.
 
     Args:
         rows: int32 [n, 2 + 2k].
         token_ids: [n].
         texts: for ``decoded_token``; None leaves it out.
+        are_top: the others are the most probable ones, so their places are ranks.
     """
     if not token_ids:
         return []
@@ -45,6 +47,6 @@ def logprobs_at(rows: np.ndarray, token_ids: list[int], texts: Texts | None) -> 
         entry = {token_id: Logprob(logprob, rank, text.get(token_id))}
         for place, (i, value) in enumerate(zip(ids, logprobs, strict=True), 1):
             if i not in entry:
-                entry[i] = Logprob(value, place, text.get(i))
+                entry[i] = Logprob(value, place if are_top else None, text.get(i))
         result.append(entry)
     return result

@@ -7,10 +7,10 @@ from typing import Any
 from nanovllm.engine.input_processor import Params
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.text.prompts import Prompt, as_list
+from nanovllm.engine.text.reasoning import ReasoningMarks
 from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestOutput
-from nanovllm.sampling_params import DEFAULTS as SAMPLING_DEFAULTS
-from nanovllm.validation import did_you_mean
+from nanovllm.sampling_params import SamplingParams, keyword_hint
 
 Conversation = ListLike[dict[str, Any]]
 
@@ -49,9 +49,7 @@ class Chat(LLMEngine):
             known = self._tokenizer.template_variables(chat_template)
             for name in template_variables:
                 if name not in known:
-                    hint = did_you_mean(name, [*known, "chat_template_kwargs", "add_generation_prompt"])
-                    if name in SAMPLING_DEFAULTS:
-                        hint = f" It is a parameter of a request: SamplingParams({name}=...)."
+                    hint = keyword_hint(name, [*known, "chat_template_kwargs", "add_generation_prompt"])
                     raise RequestError(
                         f"chat() has no argument {name!r}, and the chat template reads no such variable.{hint}"
                     )
@@ -64,15 +62,21 @@ class Chat(LLMEngine):
         given = {name: value for name, value in arguments.items() if value is not None}
         options = {**(chat_template_kwargs or {}), **template_variables, **given}
         self._require_ready()
-        return self.generate(self.chat_prompts(conversations, **options), sampling_params, use_tqdm)
+        prompts = self.chat_prompts(conversations, sampling_params or SamplingParams(), **options)
+        return self.generate(prompts, sampling_params, use_tqdm)
 
-    def chat_prompts(self, conversations: ListLike[Conversation], **options: Any) -> list[Prompt]:
-        """Conversations as prompts for ``generate``: text, token ids, and images. ``options``: of
-        ``apply_chat_template``, by default ``add_generation_prompt=True``; any thread may call it."""
+    def chat_prompts(self, conversations: ListLike[Conversation], sampling_params: Params = None,
+                     **options: Any) -> list[Prompt]:
+        """Conversations as prompts for ``generate``: text, token ids, and images; any thread may call it.
+
+        Args:
+            sampling_params: of the requests to come, as in ``tokenize``.
+            **options: of ``apply_chat_template``, by default ``add_generation_prompt=True``.
+        """
         options.setdefault("add_generation_prompt", not options.get("continue_final_message"))
         split = [self.split_parts(conversation) for conversation in conversations]
         texts = [self.place_parts(self.apply_chat_template(talk, **options), others) for talk, others in split]
-        encoded = zip(texts, self.tokenize(texts, add_special_tokens=False), split, strict=True)
+        encoded = zip(texts, self.tokenize(texts, False, sampling_params), split, strict=True)
         return [{"prompt": text, "prompt_token_ids": ids, **others} for text, ids, (_, others) in encoded]
 
     def split_parts(self, conversation: Conversation) -> tuple[Conversation, dict[str, Any]]:
@@ -100,14 +104,37 @@ class Chat(LLMEngine):
         """Use another tokenizer of the same vocabulary from now on."""
         self._tokenizer.replace(tokenizer)
 
+    @property
+    def reasoning_marks(self) -> ReasoningMarks:
+        """The texts around the model's thinking, where outputs are split into ``reasoning`` and ``content``.
+
+        By default a pair that the tokenizer has tokens for, or ``<think>`` and ``</think>``; another pair may be set.
+        """
+        return self._tokenizer.reasoning_marks
+
+    @reasoning_marks.setter
+    def reasoning_marks(self, marks: ListLike[str] | None) -> None:
+        is_pair = isinstance(marks, (tuple, list)) and len(marks) == 2 and all(isinstance(m, str) and m for m in marks)
+        if marks is not None and not is_pair:
+            raise RequestError(
+                'reasoning_marks must be two non-empty strings, such as ("<think>", "</think>"), or None for the '
+                f"tokenizer's, not {marks!r:.100}."
+            )
+        self._tokenizer.reasoning_marks = None if marks is None else ReasoningMarks(*marks)
+
     def apply_chat_template(self, conversation: Conversation, **options: Any) -> str:
         """A conversation as text. ``options``: variables of the template, and ``tools``, ``chat_template``,
         ``add_generation_prompt``, ``continue_final_message`` as in ``chat``; any thread may call it."""
         return self._tokenizer.apply_chat_template(conversation, **options)  # type: ignore[arg-type]
 
-    def tokenize(self, texts: ListLike[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """The token ids of each text; any thread may call it."""
-        return self._tokenizer.encode(texts, add_special_tokens)
+    def tokenize(self, texts: ListLike[str], add_special_tokens: bool = True,
+                 sampling_params: Params = None) -> list[list[int]]:
+        """The token ids of each text; any thread may call it.
+
+        ``sampling_params``: of the requests to come; a text that cannot fit in one is refused, not tokenized.
+        """
+        fit = None if sampling_params is None else (sampling_params, self.config.max_model_len)
+        return self._tokenizer.encode(texts, add_special_tokens, fit=fit)
 
     def detokenize(self, token_id_lists: ListLike[ListLike[int]], skip_special_tokens: bool = True) -> list[str]:
         """The text of each list of token ids; any thread may call it."""

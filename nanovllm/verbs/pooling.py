@@ -6,6 +6,7 @@ Owns their requests and prompts, and the heads, in fp32 on the host. Knows neith
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListLike
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ class Pooling(LLMEngine):
     read_pooling = staticmethod(read_pooling)
 
     def embed(self, prompts: Prompt | ListLike[Prompt], normalize: bool | None = None, dimensions: int | None = None,
-              use_tqdm: bool | Callable = False, *, instruction: str | None = None) -> list[PoolingRequestOutput]:
+              use_tqdm: bool | Callable = True, *, instruction: str | None = None) -> list[PoolingRequestOutput]:
         """Embed one prompt or many: ``output.embedding`` is an array, ``output.outputs.embedding`` a list.
 
         An embedding is made of the last token's hidden state, or as sentence-transformers' files in the checkpoint
@@ -51,7 +52,9 @@ class Pooling(LLMEngine):
         Args:
             prompts: as in ``generate``. Texts get the special tokens that the tokenizer adds.
             normalize: divide by the L2 norm; None is as the checkpoint says, or True.
-            dimensions: keep the first so many, before the norm: for models that were trained for it (Matryoshka).
+            dimensions: keep the first so many, before the norm: for models that were trained for it (Matryoshka). None
+                is the checkpoint's ``truncate_dim``, or all.
+            use_tqdm: as in ``generate``; the same in ``classify`` and ``rerank``.
             instruction: put before each text; None is the checkpoint's default prompt, "" none.
 
         Raises:
@@ -65,7 +68,7 @@ class Pooling(LLMEngine):
             texts = texts._replace(instruction=check("embed", "instruction", instruction, is_text, RequestError))
         hidden_size = self.config.model_config.hidden_size
         rule = optional(integer(f"an integer from 1 to {hidden_size}", lambda n: 1 <= n <= hidden_size))
-        dimensions = check("embed", "dimensions", dimensions, rule, RequestError)
+        dimensions = check("embed", "dimensions", dimensions, rule, RequestError) or texts.dimensions
         normalize = check("embed", "normalize", normalize, optional(BOOLEAN), RequestError)
         normalize = is_normalized if normalize is None else normalize
         scale = np.float32(1 / self.config.model_config.logit_scale)  # which the weight of the last norm contains
@@ -74,10 +77,10 @@ class Pooling(LLMEngine):
             state = (state * scale)[:dimensions]
             return EmbeddingOutput(state / max(float(np.sqrt(state @ state)), 1e-12) if normalize else state)
 
-        return self._pool(as_prompts(prompts), kind, use_tqdm, embedding, texts)
+        return self._pool(as_prompts(prompts), kind, use_tqdm, "Embedding", embedding, texts)
 
     def classify(self, prompts: Prompt | ListLike[Prompt],
-                 use_tqdm: bool | Callable = False) -> list[PoolingRequestOutput]:
+                 use_tqdm: bool | Callable = True) -> list[PoolingRequestOutput]:
         """Compute the probabilities of a classification model's labels, ``output.outputs.probs``.
 
         Raises:
@@ -91,13 +94,13 @@ class Pooling(LLMEngine):
             )
         weight, activation = self._head()
         return self._pool(
-            as_prompts(prompts), "last", use_tqdm,
+            as_prompts(prompts), "last", use_tqdm, "Classifying",
             lambda state: ClassificationOutput(probabilities(weight, activation, state)),
         )  # fmt: skip
 
     def rerank(self, query: str | ListLike[str], documents: ListLike[str], *, template: str = RERANK_TEMPLATE,
                instruction: str = RERANK_INSTRUCTION, tokens: tuple[str, str] = ("no", "yes"),
-               use_tqdm: bool | Callable = False) -> list[PoolingRequestOutput]:
+               use_tqdm: bool | Callable = True) -> list[PoolingRequestOutput]:
         """Score how well each document answers the query: ``output.outputs.score``, in [0, 1], in their order.
 
         Args:
@@ -116,7 +119,7 @@ class Pooling(LLMEngine):
         if len(weight) != 1:
             raise RequestError(f"rerank: this model has {len(weight)} labels, not one. See LLM.classify.")
         return self._pool(
-            rerank_prompts(query, documents, template, instruction), "last", use_tqdm,
+            rerank_prompts(query, documents, template, instruction), "last", use_tqdm, "Ranking",
             lambda state: ScoringOutput(probabilities(weight, activation, state)[0]),
         )  # fmt: skip
 
@@ -145,13 +148,13 @@ class Pooling(LLMEngine):
             raise EngineError("the weights of this model's head hold NaN, or overflow in this dtype.")
         return (weight, config.activation) if token_ids is None else (weight[1:] - weight[:1], "sigmoid")
 
-    def _pool(self, prompts: ListLike[Prompt], kind: str, use_tqdm: bool | Callable,
+    def _pool(self, prompts: ListLike[Prompt], kind: str, use_tqdm: bool | Callable, desc: str,
               make: Callable[[Any], Any], texts: Texts = Texts()) -> list[PoolingRequestOutput]:
         """``make`` of the pooled hidden state, fp32 [C], of each prompt."""
         with Guard(self):
             self._require_ready()
             requests = make_pooling(self._inputs, prompts, kind, texts)
-            return collect(self, [], lambda request: pooled_output(request, make), use_tqdm, requests, len(prompts))
+            return collect(self, [], partial(pooled_output, make), use_tqdm, requests, len(prompts), desc)
 
 
 def make_pooling(inputs: InputProcessor, prompts: ListLike[Prompt], pooling: str, texts: Texts) -> Iterator[Request]:
@@ -168,7 +171,7 @@ def make_pooling(inputs: InputProcessor, prompts: ListLike[Prompt], pooling: str
             yield inputs.request(text, ids, params, i, PooledState(pooling, len(ids)), given)
 
 
-def pooled_output(request: Request, make: Callable[[np.ndarray], Any]) -> PoolingRequestOutput:
+def pooled_output(make: Callable[[np.ndarray], Any], request: Request) -> PoolingRequestOutput:
     """The output of a finished prompt: ``make`` of its pooled hidden state, fp32 [C]."""
     readout = request.readout
     assert isinstance(readout, PooledState)

@@ -1,6 +1,6 @@
-"""``LLM.score``: log-probabilities of given tokens. Owns the checks of its requests."""
+"""``LLM.score`` and ``perplexity``: log-probabilities of given tokens. Owns the checks of their requests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListLike
 from typing import Any, cast
 
@@ -11,19 +11,21 @@ from nanovllm.engine.guard import Guard
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Request
-from nanovllm.engine.text.prompts import as_list, as_token_ids
+from nanovllm.engine.text.prompts import Prompt, as_list, as_prompts, as_token_ids
 from nanovllm.errors import RequestError
 from nanovllm.outputs import Score
 from nanovllm.readouts.prompt_logprobs import PromptLogprobs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.validation import check, integer
 
+SLICE = 256  # texts that are tokenized at once, while the device works on those before
+
 
 class Scoring(LLMEngine):
     """Scores given tokens."""
 
     def score(self, token_id_lists: ListLike[ListLike[int]], start: int | ListLike[int] | None = None,
-              use_tqdm: bool | Callable = False) -> list[Score]:
+              use_tqdm: bool | Callable = True) -> list[Score]:
         """Compute log-probabilities of given tokens, each after all before it, in one prefill.
 
         Where the model's logits are NaN, the log-probabilities are, and ``error`` says so.
@@ -32,6 +34,7 @@ class Scoring(LLMEngine):
             token_id_lists: at least two ids each, at most ``max_model_len + 1``.
             start: the first token to score, for all lists or one for each; at least 1, the default. What stands
                 before it may come from the prefix cache.
+            use_tqdm: as in ``generate``.
 
         Raises:
             RequestError: a list can never be scored; nothing was computed.
@@ -43,7 +46,53 @@ class Scoring(LLMEngine):
         with Guard(self):
             self._require_ready()
             requests = make_scoring(self._inputs, lists, starts)
-            return collect(self, requests, lambda request: cast(PromptLogprobs, request.readout).score(), use_tqdm)
+            return collect(self, requests, scored, use_tqdm, desc="Scoring")
+
+    def perplexity(self, texts: Prompt | ListLike[Prompt], use_tqdm: bool | Callable = True) -> list[float]:
+        """Compute the perplexity of one text or many: exp of the mean negative log-probability of its tokens.
+
+        Each token counts that has one before it, in natural logarithms, as in transformers' loss. The first has none:
+        that is the BOS where the tokenizer prepends one, else the text's own first token. Special tokens that the
+        tokenizer appends count. A text without a token that counts (an empty one, a single token) has NaN, and so has
+        one for which the model's logits are NaN.
+
+        Args:
+            texts: as prompts of ``generate``, of at most ``max_model_len + 1`` tokens each. They are tokenized while
+                the device works on those before, and only a window of them is held as tokens.
+            use_tqdm: as in ``generate``.
+
+        Raises:
+            RequestError: a text can never be scored; the others of this call are dropped.
+        """
+        prompts = as_prompts(texts)
+        with Guard(self):
+            self._require_ready()
+            requests = make_perplexity(self._inputs, prompts)
+            return collect(self, [], perplexity_of, use_tqdm, requests, len(prompts), desc="Scoring")
+
+
+def scored(request: Request) -> Score:
+    return cast(PromptLogprobs, request.readout).score()
+
+
+def perplexity_of(request: Request) -> float:
+    return cast(PromptLogprobs, request.readout).perplexity()
+
+
+def make_perplexity(inputs: InputProcessor, texts: ListLike[Prompt]) -> Iterator[Request]:
+    """Requests for the log-probabilities of all tokens but the first; made, and checked, as they are asked for."""
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0, detokenize=False)
+    for first in range(0, len(texts), SLICE):
+        for i, (_, given) in enumerate(inputs.encode(texts[first : first + SLICE], first), first):
+            try:
+                ids = as_token_ids(given)
+                inputs.checks.check_ids("token id", ids)
+                if len(ids) > 1:
+                    _check_scored(inputs, ids, 1)
+                    inputs.checks.checked(ids[:-1], params)
+            except RequestError as error:
+                raise RequestError(f"text {i}: {error}") from None
+            yield inputs.request(None, ids[:-1], params, i, PromptLogprobs(ids[1:].astype(np.int32), 0, num_top=0))
 
 
 def make_scoring(inputs: InputProcessor, lists: ListLike[Any], starts: ListLike[Any]) -> list[Request]:
@@ -65,7 +114,16 @@ def make_scoring(inputs: InputProcessor, lists: ListLike[Any], starts: ListLike[
 
 def _check_scored(inputs: InputProcessor, token_ids: Any, start: Any) -> tuple[np.ndarray, int]:
     """A list whose tokens from ``start`` on are to be scored, and the start."""
-    ids = as_token_ids(token_ids)
+    try:
+        ids = as_token_ids(token_ids)
+    except RequestError:
+        raise RequestError(
+            f"it must be a flat list of integer token ids, not {token_ids!r:.100}. llm.tokenize makes them of texts."
+        ) from None
+    if len(ids) < 2:
+        raise RequestError(
+            f"it has {len(ids)} token ids: the first has nothing before it, and one at least must be scored. Give two."
+        )
     start = check("score", "start", start, integer("an integer"), RequestError)
     if not 1 <= start < len(ids):
         raise RequestError(

@@ -75,7 +75,9 @@ class Streaming(LLMEngine):
 
     def _begin(self, prompt: Prompt, params: SamplingParams, index: int) -> Any:
         """Make a request of a prompt, or a draft that ``_in_turn`` completes; raises RequestError."""
-        return self._inputs.make(prompt, params, index)
+        request = self._inputs.make(prompt, params, index)
+        self._inputs.make_completions(request)  # a failure in ``_queue`` would be everybody's
+        return request
 
     def _in_turn(self, requests: Iterable[Any]) -> Iterable[Any]:
         """Requests, where ``_begin`` may have made drafts; None: the next one is not ready."""
@@ -93,6 +95,7 @@ class Streaming(LLMEngine):
         """
         with Guard(self):
             request = self._make(prompt, sampling_params)
+            self._inputs.make_completions(request)  # as in ``stream``
             future = self._submitted.futures[request.request_id] = RequestFuture(self, request)
             self._queue([request], self._submitted)
         return future

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import random
 import re
 import shlex
@@ -13,7 +14,10 @@ import sys
 import tracemalloc
 from dataclasses import fields
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractBufferedFile
 from helpers import run_python
 
 import nanovllm
@@ -22,6 +26,7 @@ from nanovllm.cli import main
 from nanovllm.config import Config
 from nanovllm.contrib.jobs import engines, files
 from nanovllm.contrib.jobs.rows import Row, openai_logprobs, plain_logprobs, record_of, row_seed
+from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 
@@ -134,7 +139,8 @@ class Panic(BaseException):
 
 
 def test_whatever_a_row_raises_is_its_own_error(tmp_path, monkeypatch):
-    """Any class but RequestError ended the job, at every restart; also a text that cannot be made."""
+    """Any class but RequestError ended the job, at every restart; also a text that cannot be made, and a failure while
+    the row's sequences are made, which dropped the rows that ran."""
 
     def failing(method, is_bad):
         def failing_for_some(self, given, *args, **options):
@@ -146,10 +152,12 @@ def test_whatever_a_row_raises_is_its_own_error(tmp_path, monkeypatch):
 
     encode = failing(AsyncTokenizer.encode, lambda texts: "panic" in texts)
     monkeypatch.setattr(AsyncTokenizer, "encode", encode)
+    make = failing(InputProcessor.make_completions, lambda request: request.prompt == "9")
+    monkeypatch.setattr(InputProcessor, "make_completions", make)
     monkeypatch.setattr(AsyncTokenizer, "_decode", failing(AsyncTokenizer._decode, lambda ids: len(ids) == 5))
     ask = [{"role": "user", "content": "2 + 3"}]
     rows = [
-        *questions(3), {"id": "encode", "prompt": "panic"},
+        *questions(3), {"id": "encode", "prompt": "panic"}, {"id": "make", "prompt": "9"},
         {"id": "decode", "prompt": "7", "sampling_params": {"max_tokens": 5, "ignore_eos": True}},
         {"id": "huge", "prompt": "7", "sampling_params": {"logit_bias": {"3": 2**2000}}},
         {"id": "digit", "prompt": "7", "sampling_params": {"logit_bias": {"\u00b3": 1}}},
@@ -164,7 +172,7 @@ def test_whatever_a_row_raises_is_its_own_error(tmp_path, monkeypatch):
     assert len(found) == len(rows) and [key for key, error in found.items() if error is None] == ["q0", "q1", "q2"]
     assert {error["type"] for error in found.values() if error} == {"RequestError"}
     assert "logit_bias={3: 1148" in found["huge"]["message"] and "logit_bias={'³': 1}" in found["digit"]["message"]
-    assert found["encode"]["message"] == found["decode"]["message"] == (
+    assert found["encode"]["message"] == found["decode"]["message"] == found["make"]["message"] == (
         "this request fails with Panic: unwrap on a None. Check the values of its prompt, parameters and chat template."
     )
     monkeypatch.setattr(AsyncTokenizer, "encode", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -200,6 +208,7 @@ def test_openai_lines(tmp_path):
         line("top", messages=ask, top_logprobs=-3), line("less", messages=ask, max_completion_tokens="5"),
         line("two", messages=ask, n=2, temperature=1.0, seed=5, user="someone"),
         line("open", messages=[*ask, {"role": "assistant", "content": "5"}], continue_final_message=True),
+        line("named", messages=ask, temperature=0, max_tokens=2, logprobs=True, logprob_token_ids=[20, 7, 30]),
         line("embed", url="/v1/embeddings", input="x"), line("unknown", messages=ask, functions=[]),
         line("stream", messages=ask, stream=True), line("form", messages=ask, response_format={"type": "xml"}),
     ]  # fmt: skip
@@ -208,12 +217,16 @@ def test_openai_lines(tmp_path):
     with LLM(device="cpu", quiet=True) as llm:
         (chat,) = llm.chat(ask, SamplingParams(temperature=0, max_tokens=5, logprobs=2), use_tqdm=False)
         (text,) = llm.generate("2 + 3", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+        names, chat_tokens = ([llm.tokenizer.decode([i]) for i in ids] for ids in ([20, 7, 30], chat["token_ids"]))
     body = found["chat"]["response"]["body"]
     assert found["chat"]["response"]["status_code"] == 200 and body["object"] == "chat.completion"
     (choice,) = body["choices"]
     assert choice["message"] == {"role": "assistant", "content": chat["text"]} and choice["finish_reason"] == "stop"
     assert len(choice["logprobs"]["content"]) == len(chat["token_ids"])
     assert [len(at["top_logprobs"]) for at in choice["logprobs"]["content"]] == [2] * len(chat["token_ids"])
+    (choice,) = found["named"]["response"]["body"]["choices"]
+    named = [[at["token"], *(top["token"] for top in at["top_logprobs"])] for at in choice["logprobs"]["content"]]
+    assert named == [[text, *names] for text in chat_tokens[:2]]
     num_prompt, num_generated = len(chat.prompt_token_ids), len(chat["token_ids"])
     assert body["usage"] == {"prompt_tokens": num_prompt, "completion_tokens": num_generated,
                              "total_tokens": num_prompt + num_generated}  # fmt: skip
@@ -690,7 +703,8 @@ def test_an_input_that_links_to_what_the_job_writes(tmp_path, stubbed, capsys, t
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out"])
 def test_two_names_of_one_output(tmp_path, monkeypatch, capsys, name):
-    """Both jobs ran, for each name had a lock of its own; and a torn line replaced the link, not the file."""
+    """Both jobs ran, for each name had a lock of its own; and a torn line replaced the link, not the file. A hard link
+    has a lock and a run file of its own."""
     if name == "out":
         pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]")
     source, out, link = write_jsonl(tmp_path / "in.jsonl", questions(3)), tmp_path / "real" / name, tmp_path / name
@@ -699,18 +713,145 @@ def test_two_names_of_one_output(tmp_path, monkeypatch, capsys, name):
     statuses = []
 
     def meets_others(args, rows):
-        statuses.extend(batch(source, path) for path in (out, link, tmp_path / "real" / ".." / name))
+        others = [out, link, tmp_path / "real" / ".." / name]
+        if name == "out.jsonl":
+            others.append(tmp_path / "hard.jsonl")
+            os.link(out, others[-1])
+            shutil.copy(f"{out}.run.json", f"{others[-1]}.run.json")
+        statuses.extend(batch(source, path) for path in others)
         yield from stub(args, rows)
 
     monkeypatch.setattr(engines, "complete", meets_others)
-    assert batch(source, link) == 0 and statuses == [1, 1, 1]
-    assert capsys.readouterr().err.count("another job is writing to ") == 3
+    assert batch(source, link) == 0 and statuses == [1] * (4 if name == "out.jsonl" else 3)
+    assert capsys.readouterr().err.count("another job is writing to ") == len(statuses)
     monkeypatch.setattr(engines, "complete", stub)
     if name == "out.jsonl":
         out.write_bytes(out.read_bytes()[:-1] + b"x")
     assert batch(source, link) == batch(source, out) == 0 and link.is_symlink()
     (file,) = files.Output(out, ids_are_integers=False).files()
     assert len(list(files.READERS[file.suffix](file))) == 3
+
+
+class Store(MemoryFileSystem):
+    """In the place of s3fs and huggingface_hub: no server can be reached."""
+
+    store, pseudo_dirs, protocol, cachable = {}, [""], ("s3", "hf"), False
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return "/" + path.partition("://")[2].strip("/") if "://" in path else path.rstrip("/")
+
+    def _open(self, path, mode="rb", **options):
+        return Object(self, path, mode) if mode == "rb" else super()._open(path, mode, **options)
+
+
+class Object(AbstractBufferedFile):
+    """As files of stores are: read by ranges of bytes."""
+
+    num_reads = 0
+
+    def read(self, length=-1):
+        Object.num_reads += 1
+        return super().read(length)
+
+    def _fetch_range(self, start, end):
+        return self.fs.store[self.path].getvalue()[start:end]
+
+
+@pytest.fixture
+def stores(monkeypatch):
+    for name in Store.protocol:
+        monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, name, Store)
+    for store in (Store, MemoryFileSystem):
+        monkeypatch.setattr(store, "store", {})
+        monkeypatch.setattr(store, "pseudo_dirs", [""])
+
+
+@pytest.mark.parametrize(
+    ("url", "given"),
+    [
+        ("s3://bucket/parts/", None), ("hf://datasets/someone/some/data", None), ("memory://parts", "memory://parts/*"),
+        ("memory://parts", "simplecache::memory://parts"), ("file://{}/parts", None), ("{}/parts", None),
+    ],
+)  # fmt: skip
+def test_a_directory_at_a_url(tmp_path, stores, monkeypatch, capsys, url, given):
+    """Rows in the order of the files' names; one job however IN is spelled; as strict as with local files."""
+    parquet, pyarrow = pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]"), sys.modules["pyarrow"]
+    url = url.replace("{}", str(tmp_path))
+    given, copy, out = given or url, tmp_path / "copy", tmp_path / "out.jsonl"
+    copy.mkdir()
+    parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "p0"}, {"prompt": "p1"}]), copy / "a.parquet")
+    (copy / "b.csv").write_bytes(b'prompt\r\n"p\n2"\r\np3\r\n')
+    (copy / "c.jsonl").write_text('{"prompt": "p4"}\nnot JSON\n{"prompt": "p6"}\n')
+    (copy / "_SUCCESS").touch()
+    filesystem, path = fsspec.core.url_to_fs(url)
+    filesystem.makedirs(path, exist_ok=True)
+    for file in copy.iterdir():
+        filesystem.pipe(f"{path.rstrip('/')}/{file.name}", file.read_bytes())
+    monkeypatch.setattr(engines, "complete", stopped(3, KeyboardInterrupt))
+    assert batch(given, out) == 130
+    monkeypatch.setattr(engines, "complete", stub)
+    assert batch(copy, out) == batch(given, out) == 3
+    records = read_jsonl(out)
+    assert [record["custom_id"] for record in records] == [f"row-{i}" for i in range(7)]
+    assert [record["text"] for record in records] == ["p0", "p1", "p\n2", "p3", "p4", None, "p6"]
+    assert records[5]["error"]["message"].startswith("line 2 of c.jsonl is not JSON: ")
+    assert len(pickle.loads(pickle.dumps(files.Input(given, None))).files) == 3  # for processes of their own
+
+    def change(name, content):
+        filesystem.pipe(f"{path.rstrip('/')}/{name}", content)
+        capsys.readouterr()
+        return error_of(capsys, url, out)
+
+    assert "  contents of the input: '" in change("c.jsonl", b'{"prompt": "p4"}\nnot JSON\n{"prompt": "p7"}\n')
+    assert "  rows of the input: 7 then, 8 now\n" in change("d.jsonl", b'{"prompt": "p7"}\n')
+    assert "/b.csv cannot be read: the row from line 2 on has a quote that is" in change("b.csv", b'prompt\n"p2\np3\n')
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("memory://none.csv", "out.jsonl"), "IN=memory://none.csv cannot be read: FileNotFoundError: /none.csv"),
+        (("memory://deep", "out.jsonl"), "IN=memory://deep must be a .jsonl, .parquet, .csv file, or a directory that "
+         "holds some. It holds: README.md, data."),
+        (("memory://deep/data/*.csv", "out.jsonl"), "IN=memory://deep/data/*.csv must be a .jsonl, .parquet, .csv "
+         "file, or a directory that holds some."),
+        (("memory://deep/", "s3://bucket/out.jsonl"), "OUT=s3://bucket/out.jsonl must be a local path, for the job "
+         "appends to it; copy it afterwards."),
+        (("in.jsonl", "out.jsonl", "--metrics", "memory://m"),
+         "--metrics=memory://m must be a local path, for the job appends to it; copy it afterwards."),
+        (("nowhere://x.csv", "out.jsonl"), "IN=nowhere://x.csv cannot be opened: Protocol not known: nowhere"),
+        (("az://box/x.csv", "out.jsonl"), "IN=az://box/x.csv needs a package that is missing: pip install "
+         "'nanovllm[remote]' (Install adlfs to access Azure Datalake Gen2 and Azure Blob Storage)."),
+        (("simplecache::memory://torn.parquet", "out.jsonl"), "memory:///torn.parquet cannot be read: "),
+        (("file://{}/in.jsonl", "in.jsonl"), "OUT={}/in.jsonl is the input, lies in it, or holds it."),
+        (("in.jsonl", "out.jsonl", "--metrics", "in.jsonl"), "it is IN or OUT, and would be appended to."),
+    ],
+)  # fmt: skip
+def test_urls_that_are_refused(tmp_path, stores, monkeypatch, capsys, argv, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "adlfs", None)
+    write_jsonl(tmp_path / "in.jsonl", questions(2))
+    for path, content in (("/deep/README.md", b"x"), ("/deep/data/x.jsonl", b"{}"), ("/torn.parquet", b"PAR1 torn")):
+        fsspec.filesystem("memory").pipe(path, content)
+    argv = [part.replace("{}", str(tmp_path)) for part in argv]
+    err = error_of(capsys, argv[0], argv[1] if "://" in argv[1] else tmp_path / argv[1], *argv[2:])
+    assert message.replace("{}", str(tmp_path)) in err and err.count("\n") == 1
+
+
+def test_lines_of_a_url_are_read_in_blocks(stores):
+    """fsspec's own files read and copy a block of 5 MiB for every line: 0.3 ms each."""
+    lines = b"".join(b'{"id": %d, "prompt": "%s"}\n' % (i, b"x" * 100) for i in range(9_000))
+    fsspec.filesystem("s3").pipe("/bucket/in.jsonl", lines)
+    before = Object.num_reads
+    assert len(files.Input("s3://bucket/in.jsonl", None).hashes) == 9_000 and Object.num_reads - before < 20
+
+
+def test_urls_without_fsspec(tmp_path, stubbed, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    err = error_of(capsys, "memory://in.jsonl", tmp_path / "out.jsonl")
+    assert "IN=memory://in.jsonl needs a package that is missing: pip install 'nanovllm[remote]' (" in err
+    assert batch(write_jsonl(tmp_path / "in.jsonl", questions(2)), tmp_path / "out.jsonl") == 0
 
 
 def test_csv(tmp_path, stubbed, capsys):

@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from helpers import needs
 
 from nanovllm import SamplingParams
 from nanovllm.engine import progress as progress_module
@@ -17,6 +18,7 @@ class Bar:
 
     def __init__(self, total, desc, dynamic_ncols):
         self.total, self.n, self.postfix, self.shown, self.closed = total, 0, None, [], False
+        self.desc = desc
 
     def update(self, n):
         self.n += n
@@ -142,14 +144,29 @@ def test_generate_without_a_terminal(make_llm, capsys):
     assert out == "" and "3/3" in err.splitlines()[-1] and "prefill 9 tok" in err and "decode 3 tok" in err
 
 
-def test_generate_with_a_bar_of_the_users(make_llm):
-    """use_tqdm=callable showed the built-in bar."""
+@pytest.mark.parametrize(
+    ("name", "desc"),
+    [
+        ("generate", "Generating"), pytest.param("embed", "Embedding", marks=needs("verbs.pooling")),
+        pytest.param("score", "Scoring", marks=needs("verbs.scoring")),
+    ],
+)  # fmt: skip
+def test_every_verb_has_a_bar(name, desc, make_llm, capsys):
+    """use_tqdm=callable showed the built-in bar; only generate had one unless it was asked for; and for no prompts."""
     bars = []
 
     def make_bar(**options):
         bars.append(Bar(**options))
         return bars[-1]
 
-    make_llm().generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=2), use_tqdm=make_bar)
+    llm, prompts = make_llm(), [[1, 2, 3]] * 3
+    verb = getattr(llm, name)
+    capsys.readouterr()
+    verb(prompts, use_tqdm=make_bar)
     (bar,) = bars
-    assert (bar.total, bar.n, bar.closed) == (3, 3, True)
+    assert (bar.total, bar.n, bar.closed, bar.desc) == (3, 3, True, desc)
+    assert verb([]) == verb([], use_tqdm=make_bar) == [] and len(bars) == 1
+    verb(prompts, use_tqdm=False)
+    assert capsys.readouterr() == ("", "")
+    verb(prompts)
+    assert re.search(rf"\r{desc}: 100%.* 3/3 .*prefill \d tok", capsys.readouterr().err)

@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from contextlib import suppress
+from http import HTTPStatus
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,6 +25,12 @@ from nanovllm.engine.token_processor import TokenProcessors
 from nanovllm.sampling_params import StructuredOutputsParams as Params
 
 VOCAB, EOS = 1024, [2, 0]
+
+
+class Model:
+    """As pydantic's."""
+
+    model_json_schema = __repr__ = lambda self: "Model()"
 
 
 @pytest.fixture(scope="module")
@@ -547,6 +554,11 @@ ERRORS = [
     (Params(json="{"), "it is not JSON: Expecting property name"),
     (Params(json="[1]"), "it must be a JSON object, as text or as a dictionary"),
     (Params(json={"type": {1}}), "it is malformed (TypeError: Object of type set is not JSON serializable)"),
+    (Params(json=Model), "JSON has no form for <class 'test_structured.Model'>; give its .model_json_schema()"),
+    (Params(json={"enum": [Model()]}), "JSON has no form for Model(); give its .model_json_schema()"),
+    (Params(regex=re.compile("a+")), "JSON has no form for re.compile('a+'); give its .pattern"),
+    (Params(choice=["a", HTTPStatus.OK]), "it must be a non-empty list of strings"),
+    (Params(choice=HTTPStatus), "<enum 'HTTPStatus'>; give pydantic.TypeAdapter(HTTPStatus).json_schema()"),
     (Params(json={"type": "strin"}), "Invalid type: strin"),
     (Params(json={"type": "array", "uniqueItems": True}), 'Unimplemented keys: ["uniqueItems"]'),
     (Params(json={"type": "string", "format": "foo"}), "Unknown format: foo"),
@@ -618,6 +630,11 @@ def test_patterns_of_names_that_are_given_already(compiler, tokenizer):
         ({"^é$": {"minimum": 1}}, {}), ({'^(é|x")$': {}}, {}), ({"^y$": {}, "^é$": {}}, {"required": ["y"]}),
         ({"^y$": {}}, {"allOf": [{"properties": {"y": {}}}]}), ({"^y$": {}}, {"oneOf": [{"properties": {"y": {}}}]}),
         ({"^y$": {}}, {"anyOf": [{"type": "object"}, {"allOf": [{"$ref": "#/$defs/y"}]}]}),
+        # nothing fits the others; choices within choices, and beside each other
+        *(({"^é$": {}, '^x"$': False}, {"additionalProperties": nothing}) for nothing in (
+            {"enum": []}, {"type": "string", "const": 1}, {"anyOf": [False, {"const": 1, "type": "string"}]})),
+        ({"^y$": {}}, {"anyOf": [{"oneOf": [{"allOf": [{"anyOf": [{"properties": {"y": {}}}]}]}]}]}),
+        ({"^y$": {}}, {"anyOf": [{"properties": {"y": {}}}, True], "oneOf": [{"required": ["é"]}, {"type": "null"}]}),
     ):  # fmt: skip
         schema = {**closed, "patternProperties": patterns, **others}
         for nested in (schema, {"anyOf": [{"type": "null"}, {"type": "array", "items": schema}]}):
@@ -627,9 +644,19 @@ def test_patterns_of_names_that_are_given_already(compiler, tokenizer):
     assert verdict(Params(json=either), '{"é": "a"}', compiler, tokenizer) == "yes"
     apart = {**closed, "allOf": [{"patternProperties": {"^é$": {"type": "integer"}}}]}
     assert verdict(Params(json=apart), '{"é": 1}', compiler, tokenizer) == "yes"
-    for patterns, text in (({"^[éa]$": {"type": "integer"}}, '{"é": 1, "a": 2}'), ({"^é$": False}, "{}")):
-        schema = {**closed, "patternProperties": patterns}
+    for patterns, text, others in (
+        ({"^[éa]$": {"type": "integer"}}, '{"é": 1, "a": 2}', {}), ({"^é$": False}, "{}", {}),
+        ({"^é$": {"enum": []}}, '{"x\\"": 1}', {"additionalProperties": {"enum": []}}),
+        ({"^é$": {}}, '{"b": 1}', {"additionalProperties": {"type": "integer"}}),
+    ):  # fmt: skip
+        schema = {**closed, "patternProperties": patterns, **others}
         assert verdict(Params(json=schema), text, compiler, tokenizer) == "yes"
+
+
+def test_too_many_choices_beside_patterns(compiler):
+    choices = [{"anyOf": [{"required": ["a"]}, {"required": [name]}]} for name in "bcdefghijk"]
+    with pytest.raises(RequestError, match="anyOf and oneOf beside patternProperties allow more than 1000 combin"):
+        compiler.compile(Params(json={"type": "object", "patternProperties": {"^y": {}}, "allOf": choices}))
 
 
 FILLINGS = ["\n", "\r\n", " \n\t", "[", '\\"', '"', "# x\n", "a ", "a\n", "-", '"b" |', "(", "::="]

@@ -3,15 +3,17 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from datetime import datetime
 
 import pytest
 from helpers import generate, greedy, prompt_of, refuses, tokens_of
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import LLM, CheckpointError, RequestError, SamplingParams
+from nanovllm.engine.text import tokenizer
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
@@ -123,6 +125,84 @@ def test_text_that_is_not_unicode(demo):
         with pytest.raises(RequestError, match="^" + re.escape(text)):
             use(bad)
     assert demo.is_finished()
+
+
+def test_texts_that_are_too_long_are_not_tokenized(demo, monkeypatch):
+    """80 MB took 14 GB and a minute before they were refused."""
+    monkeypatch.setattr(tokenizer, "LONG", 1000)
+    long, cut = "word " * 20_000, SamplingParams(max_tokens=1, truncate_prompt_tokens=4)
+    assert len(demo.tokenize([long])[0]) == len(demo.tokenize([long], True, cut)[0]) > 4096
+    assert len(demo.generate(["a", long], [NONE, cut], use_tqdm=False)[1].prompt_token_ids) == 4
+    text = "the text has 100,000 characters, which are at least 7,692 tokens; at most max_model_len=4096 fit. Shorten"
+    for use in (demo.add_request, demo.submit, demo.embed, lambda x: next(demo.stream(x)), lambda x: demo.rerank(
+            "hi", [x], template="{document}", tokens=("1", "2")), lambda x: demo.tokenize([x], sampling_params=NONE)):
+        with refuses(text):
+            use(long)
+    with refuses(f"prompt 1: {text}"):
+        demo.generate(["a", long], NONE, use_tqdm=False)
+    with refuses("the text has 100,"):
+        demo.chat([{"role": "user", "content": long}], NONE, use_tqdm=False)
+    assert demo.is_finished()
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    """Its normalizer panics at some texts, and its decoder at a short text of Q."""
+    path = tmp_path_factory.mktemp("hostile")
+    shutil.copytree(DEMO_MODEL, path, dirs_exist_ok=True)
+    backend = Tokenizer.from_file(str(path / "tokenizer.json"))
+    backend.normalizer = normalizers.Replace(Regex("(a+)+$"), "")
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip("Q", 5, 5)])
+    backend.save(str(path / "tokenizer.json"))
+    with LLM(str(path), device="cpu", num_kvcache_blocks=8) as llm:
+        yield llm
+
+
+PANIC, BAD = "this request fails with PanicException: ", "a" * 40 + "!"
+
+
+def test_a_panic_while_a_text_is_encoded(hostile):
+    """A panic of tokenizers is a BaseException: it passed every ``except Exception`` of those who caught errors."""
+    for use in (hostile.generate, hostile.add_request, hostile.submit, hostile.embed, lambda x: next(hostile.stream(x)),
+                lambda x: hostile.tokenize([x]), lambda x: hostile.rerank("hi", [x], tokens=("1", "2")),
+                lambda x: hostile.chat([{"role": "user", "content": x}], chat_template="{{ messages[0].content }}"),
+                lambda x: hostile.generate("x", SamplingParams(bad_words=[x]))):
+        with refuses(PANIC):
+            use(BAD)
+    with refuses(f"prompt 2: {PANIC}"):
+        hostile.generate(["a", [5], BAD, BAD], NONE, use_tqdm=False)
+    errors = {}
+    outputs = list(hostile.stream(["x", BAD, "y"], NONE, on_error=errors.__setitem__))
+    assert len(outputs) == 2 and [*errors] == [1] and hostile.is_finished()
+
+
+def test_a_panic_while_a_text_is_decoded(hostile):
+    """It ends its own request with an error, and no other: with a stop string it dropped those of everybody."""
+    q = hostile.tokenizer.convert_tokens_to_ids("Q")
+    bad, good = (SamplingParams(max_tokens=3, allowed_token_ids=[i], ignore_eos=True) for i in (q, 300))
+    for params in (bad, replace(bad, stop=["x"])):
+        outputs = hostile.generate(["hi"] * 3, [good, params, good], use_tqdm=False)
+        outputs += list(hostile.stream(iter(["hi"] * 3), params)), hostile.submit("hi", params).result()
+        for failed in (outputs[1], *outputs[3], outputs[4]):
+            assert (failed["finish_reason"], failed["text"]) == ("error", "") and PANIC in failed.outputs[0].stop_reason
+        assert outputs[0]["text"] == outputs[2]["text"] != "" and outputs[2]["finish_reason"] == "length"
+    (output,) = hostile.generate("hi", replace(bad, logprobs=0, detokenize=True), use_tqdm=False)
+    for use in (lambda: output.outputs[0].logprobs, lambda: hostile.detokenize([[q]]), lambda: [*hostile.stream(
+            "hi", bad)], lambda: hostile.stream("hi", bad, on_error=print).__next__()):
+        with refuses(PANIC):
+            use()
+    assert hostile.is_finished() and hostile.generate("hi", good, use_tqdm=False)[0]["text"]
+
+
+def test_a_panic_while_a_tokenizer_is_loaded(tmp_path, monkeypatch):
+    def panics(*_, **__):
+        raise BaseException("index out of bounds")
+
+    shutil.copytree(DEMO_MODEL, tmp_path, dirs_exist_ok=True)
+    monkeypatch.setattr(tokenizer, "load_fast", panics)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", panics)
+    with pytest.raises(CheckpointError, match=r"the tokenizer in .* cannot be loaded: index out of bounds"):
+        LLM(str(tmp_path), device="cpu")
 
 
 def test_no_tokenizer(make_checkpoint):

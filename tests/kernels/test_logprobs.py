@@ -65,6 +65,32 @@ def test_scales_and_thresholds_are_those_of_the_draw(ops):
 
 
 @BOTH
+@pytest.mark.parametrize("num_top, num_named", [(0, 3), (2, 5), (7, 1), (3, 128)])
+def test_named_tokens(ops, num_top, num_named):
+    """Rows with names report these, in their order; the others keep the most probable ones."""
+    logits = torch.randn(5, 4500, device=DEVICE) * 4
+    logits[1, 7] = torch.nan
+    scales, thresholds = torch.rand(5, device=DEVICE) + 0.3, torch.randn(5, device=DEVICE)
+    named = torch.full((5, num_named), -1, dtype=torch.int32, device=DEVICE)
+    for row, count in ((0, 1), (1, num_named), (3, -(-num_named // 2))):
+        named[row, :count] = random_tokens(count, 4500)
+    named[1, 0], named[0, 0] = 7, 4499
+    tokens = random_tokens(5, 4500)
+    packed = ops.token_logprobs(logits, tokens, num_top, scales, thresholds, named)
+    assert packed.shape == (5, 2 + 2 * max(num_top, num_named))
+    logprob, rank, ids, others = unpack_logprobs(packed)
+    expected = torch.log_softmax(logits.nan_to_num(-torch.inf).where(logits >= thresholds[:, None], -torch.inf)
+                                 * scales[:, None], -1)  # fmt: skip
+    plain = unpack_logprobs(ops.token_logprobs(logits, tokens, num_top, scales, thresholds))
+    assert torch.equal(rank, plain[1])
+    torch.testing.assert_close(logprob, plain[0])
+    for row, names in enumerate(named.tolist()):
+        asked = [i for i in names if i >= 0] or plain[2][row].tolist()
+        assert ids[row, : len(asked)].tolist() == asked
+        torch.testing.assert_close(others[row, : len(asked)], expected[row, asked], rtol=1e-5, atol=1e-5)
+
+
+@BOTH
 def test_ties_infinities_and_nan(ops):
     """The lowest ids win a tie, also among -inf; -0.0 equals 0.0. A row without a finite logit is no crash."""
     logits = torch.full((5, 9000), -5.0, device=DEVICE)

@@ -187,17 +187,20 @@ def test_a_long_prompt_on_a_cpu_is_computed_in_chunks(make_llm, reference):
 # ---------------------------------------------------------------- the line at start
 
 
-def test_line_at_start_of_recurrent_layers():
-    """How many sequences fit, and why."""
+@pytest.mark.parametrize(
+    ("width", "size"), [(1 << 20, "8.0 MiB"), (1 << 17, "1.0 MiB"), (1 << 16, "520.0 KiB"), (32, "8.2 KiB")]
+)
+def test_line_at_start_of_recurrent_layers(width, size):
+    """How many sequences fit, and why. Of small states it said that they have 0.0 MiB."""
     config, fitting = Config(), copy.copy(Config())
     vars(fitting).update(max_num_seqs=200)
     rank = SimpleNamespace(dtype=torch.bfloat16, config=fitting)
     part = RecurrentStates(rank)
-    part.states, part.num_rows = (torch.zeros(2, 4, 1024), torch.zeros(2, 4, 1 << 20)), 3
+    part.states, part.num_rows = (torch.zeros(2, 4, 1024), torch.zeros(2, 4, width)), 3
     runner = SimpleNamespace(device=CPU, rank=rank, num_kvcache_blocks=100, config=fitting, parts=[part])
     line = describe(config, runner)
     assert line.endswith(
-        "max_num_seqs 200 with states of 8.0 MiB each and 3 snapshots of them (not 512: they take half of what the "
+        f"max_num_seqs 200 with states of {size} each and 3 snapshots of them (not 512: they take half of what the "
         "weights leave)"
     )
 

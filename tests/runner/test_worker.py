@@ -372,8 +372,10 @@ def test_a_parent_that_is_killed(run_script):
     assert all_gone(pids)
 
 
-def test_a_parent_that_is_killed_at_start(run_script):
-    """Nobody is left waiting for it, and the directory in which the ranks meet is removed."""
+@pytest.mark.parametrize("moment", ["spawned", "importing", "meeting"])
+def test_a_parent_that_is_killed_at_start(run_script, tmp_path, moment):
+    """Nobody is left waiting for it, and the directory in which the ranks meet is removed; it was left by those who
+    had no thread yet that watches the parent."""
     process = run_script(4000)
     assert process.stdout.readline() == "script runs\n"
     children = Path(f"/proc/{process.pid}/task")
@@ -385,7 +387,9 @@ def test_a_parent_that_is_killed_at_start(run_script):
             for pid in (task / "children").read_text().split():
                 if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text():
                     pids.append(int(pid))
-    time.sleep(0.3)
+    time.sleep(0.3 if moment == "importing" else 0)
+    while moment == "meeting" and not list(tmp_path.glob("nanovllm-*")):
+        assert process.poll() is None
     process.kill()
     assert all_gone(pids, 20)
 

@@ -1,6 +1,7 @@
 """Each feature's host side: which requests use it, what it counts, and how that reaches the device's tables."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
 from nanovllm.engine.structured_outputs.token_masks import mask_of
-from nanovllm.sampling.feature import INT32_MAX, Sampled
+from nanovllm.sampling.feature import INT32_MAX, Logits, Sampled
 from nanovllm.sampling.penalties import BIAS_ONLY, entries
 from nanovllm.sampling_params import MAX_LOGIT_BIAS, StructuredOutputsParams
 
@@ -38,6 +39,9 @@ SLOTS, MAX_LEN, V = 4, 24, 70
         ({"min_tokens": 1}, []),  # without an id that would stop it
         *(({f"{name}_penalty": 1.1}, ["penalties"]) for name in ("presence", "frequency", "repetition")),
         *(({"logprobs": k}, ["logprobs"]) for k in (0, 5, -1)),
+        ({"logprob_token_ids": [5]}, ["logprobs"]),
+        ({"thinking_token_budget": 0, "top_k": 5}, ["forced", "filters"]),
+        ({"thinking_token_budget": -1}, []),
         ({"temperature": 0, "logit_bias": {1: 2}, "logprobs": 0}, ["penalties", "logprobs"]),
         ({"allowed_mask": mask_of([1], V), "presence_penalty": 1}, ["masks", "penalties"]),
         ({"bad_words": ["a"]}, ["masks"]),
@@ -179,6 +183,25 @@ def test_masks():
     masks.begin(Sampled(late[0], masks=late), slots.arrays)
     assert slots.send()["masks"] == 2 * num_words
     assert [allowed_of(slots, i) for i in range(4)] == [[7, 64], [33], [], [8, 64]]
+
+
+def test_forced_tokens_on_two_ranks():
+    """In the order of the batch, in the first of its rows; the rank that has the column leaves it one token."""
+    slots = Slots(SLOTS, vocab_size=V)
+    slots.add(*(running([5], i, thinking_token_budget=1) for i in range(3)), running([5], 3))
+    forced, none = slots.features.forced, (np.empty(0, np.int32), np.empty((0, 3), np.int32))
+    assert [forced.waits(np.array([i])) for i in (0, 3)] == [True, False]
+    req_indices, logits = np.array([3, 0, 2], np.int32), torch.randn(6, V).bfloat16()
+    for pairs, rows in (([[2, 5], [0, 60]], {4: 5, 2: 60}), ([], {}), ([[0, 34]], {2: 34}), ([[0, 35]], {2: 35})):
+        forced.begin(Sampled(req_indices, 2, (*none, np.array(pairs, np.int32).reshape(-1, 2))), slots.arrays)
+        slots.send()
+        parts = [forced.apply(Logits(part, None, SimpleNamespace(rank=rank, size=2)), None).values
+                 for rank, part in enumerate(logits.chunk(2, 1))]  # fmt: skip
+        expected = logits.clone()
+        for row, token_id in rows.items():
+            expected[row] = -torch.inf
+            expected[row, token_id] = 0.0
+        assert torch.equal(torch.cat(parts, 1), expected)
 
 
 def test_released_tables_are_made_again():

@@ -4,6 +4,8 @@ Adapters from vLLM's offline interface to nanovllm's. The rest of nanovllm does 
 
     modules   the module tree that scripts import, put in place of vLLM's
     llm       LLM and LLMEngine; the forms of prompts, and arguments that are refused
+    async_llm  AsyncLLM, an LLMEngine for the tasks of asyncio loops
+    metrics   the engine's counters, as get_metrics returns them
     sampling  SamplingParams, structured outputs, flat log-probabilities
     processors  logits processors of the engine's
     options   engine keywords: passed on, or accepted at values that change nothing; from them to a running engine, and

@@ -12,7 +12,10 @@ from nanovllm.contrib.as_vllm.modules import install
 
 
 def main(argv: list[str]) -> None:
-    if not argv or argv in (["-m"], ["-h"], ["--help"]):
+    if argv[:1] in (["-h"], ["--help"]):
+        print(__doc__)
+        return
+    if not argv or argv == ["-m"]:
         sys.exit(__doc__)
     install()
     if argv[0] == "-m":

@@ -4,7 +4,10 @@ import gc
 import socket
 import uuid
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from nanovllm.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,24 @@ def resolve_hf_chat_template(tokenizer: Any, chat_template: Any = None, tools: A
         return tokenizer.get_chat_template(chat_template, tools=tools)
     except ValueError:
         return None
+
+
+def load_chat_template(chat_template: Any, *, is_literal: bool = False) -> str | None:
+    """Read a template that is given as text, or by the path of its file.
+
+    Raises:
+        ConfigError: it reads like a path, and there is no such file.
+    """
+    if chat_template is None or is_literal:
+        return chat_template
+    try:
+        return Path(chat_template).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # a template is often too long for a path
+        if isinstance(chat_template, Path) or not set(chat_template) & set("{}\n"):
+            raise ConfigError(
+                f"chat_template={str(chat_template)!r:.200} is neither a template nor a file that can be read: {error}."
+            ) from None
+        return chat_template
 
 
 def random_uuid() -> str:

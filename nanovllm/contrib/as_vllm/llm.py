@@ -1,7 +1,9 @@
 """vLLM's ``LLM`` and ``LLMEngine``: its signatures over one nanovllm engine."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ import numpy as np
 
 from nanovllm.config import read_generation_config
 from nanovllm.contrib.as_vllm import options, processors
+from nanovllm.contrib.as_vllm.helpers import load_chat_template
+from nanovllm.contrib.as_vllm.metrics import Metric, as_metrics
 from nanovllm.contrib.as_vllm.pooling import PoolingOutput, checked, usable
 from nanovllm.contrib.as_vllm.sampling import RequestOutputKind, SamplingParams, flatten_logprobs, snapshots
 from nanovllm.contrib.as_vllm.worker import worker_class
@@ -38,13 +42,16 @@ class LLMEngine:
 
     def __init__(self, model: str, **keywords: Any):
         make_worker = worker_class(keywords.get("worker_cls"), keywords.get("worker_extension_cls") or "")
+        self._chat_template = load_chat_template(keywords.get("chat_template"))
         self._keywords, self._llm = keywords, options.start(model, keywords)
         config = options.EngineConfig(self._llm.config, {"model": model, **keywords}, self._llm.model_runner)
         self.vllm_config = self.model_config = self.cache_config = self.scheduler_config = self.parallel_config = config
         self.model_executor = self._worker = make_worker(self._llm, config)
         self._processors = processors.load(keywords.get("logits_processors"), config, self._llm.model_runner.device)
-        self._requests: dict[str, tuple[Any, RequestOutputKind]] = {}  # future, kind; by the user's name
+        self._requests: dict[str, tuple[Any, RequestOutputKind, Any]] = {}  # future, kind, parameters; by their names
         self._waiting: dict[str, tuple[Any, ...]] = {}  # arguments of ``_start``, until the engine is idle
+        self._loras: set[int] = set()  # ids of ``add_lora``
+        self._names = map(str, count())  # of ``enqueue``
         self._profile: Any = None  # torch's profiler, while it runs
 
     @classmethod
@@ -68,6 +75,9 @@ class LLMEngine:
 
     engine_core = property(lambda self: self)
 
+    def get_model_config(self) -> options.EngineConfig:
+        return self.model_config
+
     def get_tokenizer(self, lora_request: Any = None) -> Any:
         return self._llm.get_tokenizer()
 
@@ -88,8 +98,16 @@ class LLMEngine:
             values["max_tokens" if name == "max_new_tokens" else name] = value
         return SamplingParams.from_optional(**values)
 
-    def get_metrics(self) -> list[Any]:
-        return []  # as with disable_log_stats, the default
+    def reset_mm_cache(self) -> None:
+        """Nothing is cached of images."""
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """Count the ranks of all data-parallel processes (``VLLM_DP_SIZE``), or of this one."""
+        return self.parallel_config.world_size * (int(os.environ.get("VLLM_DP_SIZE", "1")) if include_dp else 1)
+
+    def get_metrics(self) -> list[Metric]:
+        """Read the engine's counters, with or without ``disable_log_stats``."""
+        return as_metrics(self._llm.metrics(), self.model_config.model)
 
     def do_log_stats(self) -> None:
         """Statistics are not logged."""
@@ -102,20 +120,22 @@ class LLMEngine:
         refuse("add_request", **others)
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a string, not {type(request_id).__name__}")
-        if request_id in self._requests or request_id in self._waiting:
+        self._queue(request_id, prompt, params, lora_request, getattr(params, "output_kind", None))
+        return request_id
+
+    def _queue(self, request_id: str, prompt: Any, given: Any, lora_request: Any, kind: Any) -> None:
+        if self.is_unfinished(request_id):
             raise RequestError(f"request_id={request_id!r} is in use by an unfinished request.")
-        kind = getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)
-        request = lora_request, kind, as_prompt(prompt), snapshots(params, self._processors)
+        request = lora_request, kind, given, as_prompt(prompt), snapshots(given, self._processors)
         if self._waiting or not self._fits(lora_request):
-            self.awake().submit(*request[2:]).cancel()  # raises what can never be served
+            self.awake().submit(*request[3:]).cancel()  # raises what can never be served
             self._waiting[request_id] = request
         else:
             self._start(request_id, *request)
-        return request_id
 
-    def _start(self, request_id: str, lora_request: Any, kind: RequestOutputKind, prompt: Any, params: Any) -> None:
+    def _start(self, request_id: str, lora_request: Any, kind: Any, given: Any, prompt: Any, params: Any) -> None:
         self._adapt(lora_request)
-        self._requests[request_id] = self.awake().submit(prompt, params), kind
+        self._requests[request_id] = self.awake().submit(prompt, params), kind, given
 
     def _fits(self, lora_request: Any) -> bool:
         """Whether a request may start: it needs the weights of the unfinished ones, or there are none."""
@@ -143,10 +163,29 @@ class LLMEngine:
             self.awake().update_weights(lora=None if lora is None else lora[0])
             worker.lora, worker.has_new_weights = lora, False
 
+    def add_lora(self, lora_request: Any) -> bool:
+        """Read an adapter before its first request; it takes an idle engine, and the place of the one before."""
+        self._adapt(lora_request)
+        self._loras.add(lora_request.lora_int_id)
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Take an adapter off the list; True if it was there. A request may name an adapter that is not."""
+        was_there = lora_id in self._loras
+        self._loras.discard(lora_id)
+        return was_there
+
+    def list_loras(self) -> set[int]:
+        """List the ids that ``add_lora`` was given."""
+        return set(self._loras)
+
     def _without_adapter(self) -> Any:
         """nanovllm's engine with the checkpoint's own weights."""
         self._adapt(None)
         return self.awake()
+
+    def is_unfinished(self, request_id: str) -> bool:
+        return request_id in self._requests or request_id in self._waiting
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests or self._waiting)
@@ -161,32 +200,39 @@ class LLMEngine:
             if name in self._requests:
                 self._llm.abort(self._requests.pop(name)[0].request_id)
 
+    @contextmanager
+    def _forgetting_dropped(self) -> Iterator[None]:
+        """Forget the requests that a failed step has dropped: all of them."""
+        try:
+            yield
+        except BaseException:
+            if self._llm.is_finished():
+                self._requests.clear()
+                self._waiting.clear()
+            raise
+
     def step(self) -> list[RequestOutput]:
         """Outputs of requests with new tokens, as their ``output_kind`` asks."""
         while self._waiting and self._fits(next(iter(self._waiting.values()))[0]):
             name = next(iter(self._waiting))
             self._start(name, *self._waiting.pop(name))
-        try:
+        with self._forgetting_dropped():
             self.awake().step()
-        except BaseException:
-            if self._llm.is_finished():
-                self._requests.clear()  # they were dropped
-                self._waiting.clear()
-            raise
         outputs = []
-        for name, (future, kind) in list(self._requests.items()):
+        for name, (future, kind, given) in list(self._requests.items()):
             if kind is RequestOutputKind.FINAL_ONLY and not future.done():
                 continue
             if (output := future.delta(cumulative=kind is not RequestOutputKind.DELTA)) is not None:
                 if output.finished:
                     del self._requests[name]
                 output.request_id = name
-                outputs.append(output)
+                outputs += flatten_logprobs([output], given)
         return outputs
 
     # ---------------------------------------------------------------- torch's profiler
 
-    def start_profile(self, profile_prefix: str | None = None) -> None:
+    def start_profile(self, profile_prefix: str | None = None, **others: Any) -> None:
+        refuse("start_profile", **others)
         given = self._keywords.get("profiler_config") or {}
         given = given if isinstance(given, dict) else vars(given)
         directory = given.get("torch_profiler_dir") or os.environ.get("VLLM_TORCH_PROFILER_DIR")
@@ -243,11 +289,10 @@ class LLM(LLMEngine):
                 output.lora_request = lora_request
             return outputs
         prompts = [prompts] if is_one_prompt(prompts) else prompts
-        if len(lora_request) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts but {len(lora_request)} lora_requests.")
+        lora_requests = for_each("lora_requests", lora_request, prompts)
         results: dict[int, Any] = {}
-        for adapter in dict.fromkeys(lora_request):
-            ours = [i for i, asked in enumerate(lora_request) if asked == adapter]
+        for adapter in dict.fromkeys(lora_requests):
+            ours = [i for i, asked in enumerate(lora_requests) if asked == adapter]
             own = [params[i] for i in ours] if isinstance(params, (list, tuple)) else params
             outputs = self._by_adapter([prompts[i] for i in ours], own, adapter, run)
             results.update(zip(ours, outputs, strict=True))
@@ -262,10 +307,62 @@ class LLM(LLMEngine):
         refuse("chat", **others)
         messages = with_parsed_arguments(messages)
         return self._complete(
-            "chat", messages, sampling_params, lora_request, use_tqdm, chat_template=chat_template, tools=tools,
+            "chat", messages, sampling_params, lora_request, use_tqdm, tools=tools,
+            chat_template=chat_template or self._chat_template,
             add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
             chat_template_kwargs=chat_template_kwargs,
         )  # fmt: skip
+
+    def enqueue(self, prompts: Any, sampling_params: Any = None, lora_request: Any = None, priority: Any = None,
+                use_tqdm: bool | Callable = True, **others: Any) -> list[str]:
+        """Queue one prompt or many for ``wait_for_completion``; return the ids of their requests.
+
+        Raises:
+            RequestError: as ``generate``; none of the prompts is queued.
+        """
+        refuse("enqueue", priority=priority, **others)
+        prompts = as_prompts(prompts)
+        prompts = [prompts] if is_one_prompt(prompts) else list(prompts)
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        own_params = for_each("sampling_params", params, prompts)
+        own_loras = for_each("lora_requests", lora_request, prompts)
+        names: list[str] = []
+        try:
+            for prompt, own, lora in zip(prompts, own_params, own_loras, strict=True):
+                name = next(name for name in self._names if not self.is_unfinished(name))
+                self._queue(name, prompt, own, lora, RequestOutputKind.FINAL_ONLY)
+                names.append(name)
+        except BaseException:
+            self.abort_request(names)
+            raise
+        return names
+
+    def enqueue_chat(self, messages: list, sampling_params: Any = None, use_tqdm: bool | Callable = True,
+                     lora_request: Any = None, chat_template: str | None = None,
+                     chat_template_content_format: str = "auto", add_generation_prompt: bool = True,
+                     continue_final_message: bool = False, tools: list[dict] | None = None,
+                     chat_template_kwargs: dict | None = None, **others: Any) -> list[str]:
+        """Queue one conversation or many, as ``enqueue`` does."""
+        refuse("enqueue_chat", **others)
+        messages = with_parsed_arguments(messages)
+        options = {
+            **(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message, "tools": tools,
+            "chat_template": chat_template or self._chat_template,
+        }  # fmt: skip
+        given = {name: value for name, value in options.items() if value is not None}
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        return self.enqueue(self.awake().chat_prompts(conversations, **given), sampling_params, lora_request)
+
+    def wait_for_completion(self, output_type: Any = None, *, use_tqdm: bool | Callable = True) -> list[RequestOutput]:
+        """Complete all queued requests; return their outputs in the order of the queue. There is no progress bar."""
+        names, outputs = [*self._requests, *self._waiting], {}
+        while self.has_unfinished_requests():
+            with self._forgetting_dropped():
+                for future, *_ in list(self._requests.values()):
+                    future.exception()  # takes the steps; ``step`` would ask every request after each
+            outputs.update({output.request_id: output for output in self.step() if output.finished})
+        return [outputs[name] for name in names]
 
     def beam_search(self, prompts: Any, params: Any, lora_request: Any = None, use_tqdm: bool = False,
                     concurrency_limit: int | None = None) -> list[Any]:
@@ -324,7 +421,7 @@ class LLM(LLMEngine):
             return usable(llm.rerank(first, second, template="{query}{document}", use_tqdm=use_tqdm))
         outputs = usable(llm.embed(second, True, use_tqdm=use_tqdm, instruction=""))
         queries = list(dict.fromkeys(first))
-        of_queries = llm.embed(queries, True, instruction="")
+        of_queries = llm.embed(queries, True, use_tqdm=False, instruction="")
         embeddings = {text: x.embedding for text, x in zip(queries, of_queries, strict=True)}
         for text, output in zip(first, outputs, strict=True):
             output.outputs = ScoringOutput(float(np.dot(embeddings[text], output.embedding)))
@@ -362,6 +459,15 @@ def as_prompt(prompt: Any) -> Any:
         if value and key not in (*PROMPT_KEYS, *IGNORED_KEYS):
             raise RequestError(f"a prompt with {key!r} is not supported by nanovllm; allowed: {PROMPT_KEYS}.")
     return {key: prompt[key] for key in PROMPT_KEYS if prompt.get(key) is not None}
+
+
+def for_each(what: str, value: Any, prompts: list) -> Any:
+    """Repeat one value for every prompt, or check a list's length."""
+    if not isinstance(value, (list, tuple)):
+        return [value] * len(prompts)
+    if len(value) != len(prompts):
+        raise RequestError(f"{len(prompts)} prompts but {len(value)} {what}.")
+    return value
 
 
 def refuse(method: str, **values: Any) -> None:

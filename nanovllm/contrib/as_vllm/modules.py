@@ -22,22 +22,29 @@ PATH = Path(__file__).resolve().parent / "path"  # holds a package ``vllm`` for 
 
 # below vllm; the packages that these are in are there too
 LEAVES = """version envs sampling_params pooling_params beam_search outputs logprobs sequence inputs.data inputs.llm
-    tokenizers transformers_utils.tokenizer logger config multimodal.image multimodal.inputs multimodal.utils
-    platforms usage.usage_lib lora.request
+    tokenizers transformers_utils.tokenizer logger config multimodal platforms usage.usage_lib lora.request
     prompt_adapter.request entrypoints.llm entrypoints.chat_utils engine.arg_utils engine.llm_engine
-    engine.async_llm_engine v1.engine.llm_engine v1.engine.async_llm v1.sample.logits_processor.interface
-    v1.sample.logits_processor.builtin v1.worker.gpu_worker
-    v1.metrics.reader v1.metrics.stats worker.worker worker.worker_base utils.argparse_utils utils.network_utils
-    utils.counter utils.torch_utils distributed.parallel_state distributed.utils
-    distributed.device_communicators.pynccl model_executor.utils model_executor.models.registry
-    model_executor.parallel_utils.parallel_state"""
+    engine.async_llm_engine engine.protocol v1.engine.llm_engine v1.engine.async_llm
+    v1.sample.logits_processor.interface v1.sample.logits_processor.builtin v1.worker.gpu_worker
+    v1.worker.gpu_model_runner v1.executor.abstract v1.executor.ray_utils v1.metrics.reader v1.metrics.stats
+    v1.metrics.loggers worker.worker worker.worker_base utils.argparse_utils utils.network_utils utils.system_utils
+    utils.counter utils.torch_utils distributed.parallel_state distributed.utils distributed.weight_transfer.base
+    distributed.weight_transfer.nccl_engine distributed.device_communicators.pynccl model_executor.utils
+    model_executor.models.registry model_executor.models.deepseek_ocr model_executor.model_loader.weight_utils
+    model_executor.model_loader.utils model_executor.parallel_utils.parallel_state config.attention config.cache
+    config.compilation config.lora config.model config.parallel config.scheduler config.speculative
+    config.structured_outputs config.vllm config.weight_transfer multimodal.utils multimodal.image multimodal.inputs
+    assets.image assets.audio assets.video assets.base reasoning renderers transformers_utils.config lora.lora_model
+    lora.models lora.peft_helper lora.utils lora.worker_manager"""
 PATHS = [("vllm", *leaf.split(".")) for leaf in LEAVES.split()]
 MODULES = {".".join(path[:n]) for path in PATHS for n in range(1, len(path) + 1)}
 
 # module -> the names that it has, imported when they are first asked for; "new=old" gives another name
 SOURCES = {
     ".llm": "LLM LLMEngine",
-    ".options": "EngineArgs FlexibleArgumentParser",
+    ".async_llm": "AsyncLLM AsyncLLMEngine=AsyncLLM",
+    ".options": "EngineArgs AsyncEngineArgs=EngineArgs FlexibleArgumentParser",
+    ".metrics": "Metric Counter Gauge Histogram Vector",
     ".sampling": "SamplingParams RequestOutputKind FlatLogprobs StructuredOutputsParams "
         "GuidedDecodingParams=StructuredOutputsParams",
     ".worker": "Worker=DriverWorker",
@@ -46,9 +53,10 @@ SOURCES = {
     ".helpers": "LoRARequest get_tokenizer cached_get_tokenizer=get_tokenizer get_cached_tokenizer=get_tokenizer "
         "cached_tokenizer_from_config=get_tokenizer resolve_hf_chat_template random_uuid get_open_port set_random_seed "
         "resolve_chat_template=resolve_hf_chat_template seed_everything=set_random_seed cleanup_dist_env_and_memory "
-        "current_platform destroy_model_parallel=cleanup_dist_env_and_memory "
+        "current_platform load_chat_template destroy_model_parallel=cleanup_dist_env_and_memory "
         "destroy_distributed_environment=cleanup_dist_env_and_memory",
     ".pooling": "PoolingParams PoolerConfig PoolingOutput",
+    "nanovllm.sampling_params": "RepetitionDetectionParams",
     "nanovllm.outputs": "RequestOutput CompletionOutput Logprob PoolingRequestOutput EmbeddingOutput "
         "ClassificationOutput ScoringOutput EmbeddingRequestOutput=PoolingRequestOutput "
         "ClassificationRequestOutput=PoolingRequestOutput ScoringRequestOutput=PoolingRequestOutput",
@@ -60,13 +68,24 @@ SOURCES = {
 SOURCE_OF = {new: (source, old or new) for source, names in SOURCES.items()
              for new, _, old in (name.partition("=") for name in names.split())}  # fmt: skip
 HINTS = """CompilationConfig StructuredOutputsConfig CUDAGraphMode CompilationMode UsageContext PassConfig
-    ProfilerConfig PromptType SingletonPrompt DataPrompt AnyTokenizer TokenizerLike ChatCompletionMessageParam
-    PromptLogprobs SampleLogprobs LogprobsOnePosition"""  # on speed; and types, for annotations
-UNSUPPORTED = """AsyncLLMEngine AsyncEngineArgs AsyncLLM EmbedsPrompt KVTransferConfig KVEventsConfig
-    SpeculativeConfig WeightTransferConfig VllmConfig ModelConfig ModelRegistry PyNcclCommunicator StatelessProcessGroup
-    WorkerWrapperBase ImagePrompt RepetitionDetectionParams Counter Gauge Histogram Vector Metric
+    AttentionConfig KernelConfig MambaConfig LoggingConfig ObservabilityConfig ProfilerConfig PromptType
+    SingletonPrompt DataPrompt AnyTokenizer TokenizerLike ChatCompletionMessageParam
+    PromptLogprobs SampleLogprobs LogprobsOnePosition ReasoningConfig"""  # on speed; and types, for annotations
+UNSUPPORTED = """EngineClient EmbedsPrompt KVTransferConfig KVEventsConfig SpeculativeConfig WeightTransferConfig
+    VllmConfig ModelConfig CacheConfig LoRAConfig ParallelConfig SchedulerConfig ModelRegistry PyNcclCommunicator
+    StatelessProcessGroup WorkerWrapperBase GPUModelRunner Executor initialize_ray_cluster StatLoggerBase
+    ImagePrompt ImageAsset AudioAsset VideoAsset fetch_video fetch_audio
+    encode_image_base64 encode_image_url encode_audio_base64 encode_video_base64
     RequestMetrics RequestStateStats GroupCoordinator PromptAdapterRequest SamplingType get_ip
-    get_distributed_init_method get_tensor_model_parallel_rank load_chat_template"""
+    get_distributed_init_method get_tensor_model_parallel_rank get_config get_model get_model_loader
+    default_weight_loader WeightTransferInitRequest WeightTransferUpdateRequest NCCLWeightTransferEngine
+    ReasoningParser ReasoningParserManager NGramPerReqLogitsProcessor LoRAModel PEFTHelper LRUCacheWorkerLoRAManager
+    WorkerLoRAManager get_adapter_absolute_path kill_process_tree update_environment_variables set_ulimit"""
+REMEDIES = {
+    "ModelRegistry": " The checkpoint's config.json names an architecture: leave the registration out for those of "
+        "nanovllm's guide (\"Models\"); others are not served.",
+    "SpeculativeConfig": " Give LLM(speculative_config={'method': 'ngram'}), a dictionary.",
+}  # fmt: skip
 NAMES = [*SOURCE_OF, *HINTS.split(), *UNSUPPORTED.split()]
 ENVIRONMENT = {"VLLM_USE_V1": True, "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_ENABLE_V1_MULTIPROCESSING": False}
 
@@ -76,7 +95,7 @@ class Unsupported(type):
 
     def __call__(cls, *_: Any, **__: Any) -> Any:
         name = cls.__mro__[-2].__name__
-        hint = " Use LLM, or EngineThread of nanovllm.integrations in an asyncio loop." if "Async" in name else ""
+        hint = REMEDIES.get(name, "")
         raise EngineError(f"vLLM's {name} is not supported by nanovllm, which stands in for vLLM here.{hint}")
 
     def __getattr__(cls, name: str) -> Any:

@@ -35,18 +35,34 @@ OWN: dict[str, Any] = {
     "hf_overrides": None, "rope_scaling": None, "rope_theta": None, "download_dir": None, "generation_config": "auto",
     "override_generation_config": None, "worker_extension_cls": "", "enable_sleep_mode": False, "profiler_config": None,
     "enable_lora": False, "logits_processors": None, "worker_cls": "auto", "pooler_config": None,
-    "override_pooler_config": None, "mamba_ssm_cache_dtype": "auto", "speculative_config": None,
+    "override_pooler_config": None, "mamba_ssm_cache_dtype": "auto", "speculative_config": None, "chat_template": None,
+    "kv_cache_memory_bytes": None, "reasoning_config": None, "reasoning_parser": "",
     "allowed_media_domains": None,
+}  # fmt: skip
+# options of their own -> those of speculative_config; the latter four are of versions before vLLM 0.9
+SPEC_NAMES = {
+    "spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens",
+    "speculative_model": "model", "num_speculative_tokens": "num_speculative_tokens",
+    "ngram_prompt_lookup_max": "prompt_lookup_max", "ngram_prompt_lookup_min": "prompt_lookup_min",
 }  # fmt: skip
 # values, the default first -> keywords that are refused at others
 ONLY: list[tuple[tuple, str]] = [
-    ((None,), """tokenizer_revision code_revision hf_config_path lora_modules kv_cache_memory_bytes kv_transfer_config
-        kv_offloading_size speculative_model num_speculative_tokens logits_processor_pattern"""),
-    ((None, {}, []), "media_io_kwargs additional_config model_loader_extra_config"),
-    ((False, None), """enable_lora_bias enable_prompt_adapter enable_expert_parallel
-        enable_prompt_embeds enable_return_routed_experts"""),
-    ((1,), "pipeline_parallel_size data_parallel_size prefill_context_parallel_size decode_context_parallel_size"),
-    ((0,), "cpu_offload_gb"),
+    ((None,), """tokenizer_revision code_revision hf_config_path lora_modules kv_transfer_config kv_events_config
+        kv_offloading_size qlora_adapter_name_or_path quantization_param_path logits_processor_pattern
+        override_attention_dtype quantization_config device_ids data_parallel_rank data_parallel_start_rank
+        scheduler_cls io_processor_plugin ec_transfer_config weight_transfer_config watermark_config
+        diffusion_config engram_config default_mm_loras lora_target_modules reasoning_parser_plugin"""),
+    ((None, {}, []), """additional_config model_loader_extra_config model_class_overrides
+        aux_output_config kv_cache_dtype_skip_layers sleep_preserve_parameter_names"""),
+    ((False, None), """enable_lora_bias enable_prompt_adapter enable_expert_parallel enable_prompt_embeds
+        enable_return_routed_experts return_sampling_mask enable_trace_replay use_fp64_gumbel enable_mm_embeds
+        mm_encoder_only tokens_only enable_tower_connector_lora enable_elastic_ep enable_fault_tolerance
+        enable_mamba_cache_stochastic_rounding data_parallel_hybrid_lb data_parallel_external_lb
+        data_parallel_multi_port_external_lb"""),
+    ((1,), """pipeline_parallel_size data_parallel_size prefill_context_parallel_size decode_context_parallel_size
+        nnodes"""),
+    ((0, None), "cpu_offload_gb offload_group_size node_rank"),
+    (("", None), "model_weights"),
     (("auto", "hf"), "tokenizer_mode config_format"),
     (("auto", "vllm"), "model_impl"),
     (("auto", "generate", "pooling"), "runner"),
@@ -59,21 +75,55 @@ ONLY: list[tuple[tuple, str]] = [
 ]  # fmt: skip
 NEUTRAL: dict[str, tuple] = {name: values for values, names in ONLY for name in names.split()}
 # hints on speed, memory and logs, and options of other models, of which no value changes an output
-ON = "disable_log_stats disable_log_requests multi_step_stream_outputs use_v2_block_manager use_tqdm_on_load"
+ON = """disable_log_stats disable_log_requests multi_step_stream_outputs use_v2_block_manager use_tqdm_on_load
+    swa_bounded_replay scheduler_reserve_full_isl"""
 OFF = """disable_async_output_proc enable_log_requests disable_chunked_mm_input disable_sliding_window
-    disable_cascade_attn disable_custom_all_reduce ray_workers_use_nsight disable_mm_preprocessor_cache
-    guided_decoding_disable_fallback fully_sharded_loras"""
+    disable_custom_all_reduce ray_workers_use_nsight disable_mm_preprocessor_cache guided_decoding_disable_fallback
+    fully_sharded_loras worker_use_ray engine_use_ray calculate_kv_scales
+    enable_bf16x3_router_gemm monokernel numa_bind enable_hc_sp enable_ep_weight_filter enable_dbo enable_eplb
+    enable_shm_tensor_arena aggregate_engine_logging allow_deprecated_quantization
+    long_prefill_token_threshold_adaptive interleave_mm_strings skip_mm_profiling specialize_active_lora
+    enable_mixed_moe_lora_format enable_moe_shared_loras kv_cache_metrics cudagraph_metrics
+    enable_layerwise_nvtx_tracing enable_mfu_metrics enable_logging_iteration_details jit_monitor_verbose
+    enable_mm_processor_stats sleep_mode_offload_cudagraph enable_cumem_allocator enable_nccl_comm_suspend
+    enable_mamba_shared_prefix_checkpoint use_replayssm kv_sharing_fast_prefill fail_on_environ_validation"""
 UNSET = """served_model_name swap_space enable_chunked_prefill max_num_partial_prefills max_long_partial_prefills
     long_prefill_token_threshold num_scheduler_steps num_lookahead_slots scheduler_delay_factor preemption_mode
     async_scheduling stream_interval prefix_caching_hash_algo attention_backend max_parallel_loading_workers
     max_seq_len_to_capture cuda_graph_sizes compilation_config optimization_level ignore_patterns
     safetensors_load_strategy tokenizer_pool_size tokenizer_pool_type tokenizer_pool_extra_config max_lora_rank
-    max_loras max_cpu_loras lora_extra_vocab_size lora_dtype mm_processor_cache_gb mm_processor_cache_type
-    mm_encoder_tp_mode skip_mm_profiling guided_decoding_backend structured_outputs_config reasoning_parser
-    mamba_block_size mamba_cache_mode
-    collect_detailed_traces otlp_traces_endpoint show_hidden_metrics_for_version data_parallel_backend"""
+    max_loras max_cpu_loras lora_extra_vocab_size lora_dtype mm_processor_cache_gb guided_decoding_backend
+    structured_outputs_config mamba_block_size mamba_cache_mode
+    collect_detailed_traces otlp_traces_endpoint show_hidden_metrics_for_version data_parallel_backend
+    max_context_len_to_capture max_log_len log_level logging_config log_config_file watchdog_config shutdown_timeout
+    jit_monitor_mode custom_histogram_buckets kv_cache_metrics_sample per_request_spec_decode_metrics
+    performance_mode attention_config kernel_config mamba_config moe_backend linear_backend all2all_backend
+    sparse_indexer_topk_backend gdn_prefill_backend kda_prefill_backend kda_decode_backend mamba_backend
+    mamba_ssu_algorithm mamba_cache_philox_rounds replayssm_buffer_len cudagraph_capture_sizes
+    max_cudagraph_capture_size ir_op_priority enable_flashinfer_autotune disable_cascade_attn
+    safetensors_prefetch_num_threads safetensors_prefetch_block_size pt_load_map_location sleep_mode_backend
+    master_addr master_port distributed_timeout_seconds cpu_distributed_timeout_seconds numa_bind_nodes
+    numa_bind_cpus data_parallel_size_local data_parallel_address data_parallel_rpc_port dp_sync_interval
+    dcp_comm_backend dcp_q_replicate dcp_kv_cache_interleave_size cp_kv_cache_interleave_size
+    disable_nccl_for_dp_synchronization enable_batch_sharded_sampling elastic_ep_max_dp_size ubatch_size
+    dbo_decode_token_threshold dbo_prefill_token_threshold eplb_config expert_placement_strategy
+    fault_tolerance_config prefix_match_unit prefix_cache_retention_interval disable_hybrid_kv_cache_manager
+    offload_backend cpu_offload_params offload_num_in_group offload_prefetch_step offload_params
+    kv_offloading_backend max_num_scheduled_tokens max_num_active_seqs max_num_queued_reqs max_num_queued_tokens
+    prefill_schedule_interval watermark renderer_num_workers max_lora_cls_labels media_io_kwargs
+    mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_tp_mode
+    mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path
+    mm_encoder_fp8_scale_save_margin mm_tensor_ipc mm_processor_device mm_ipc_gpu_memory_gb mm_device_do_normalize
+    ec_manager_config video_pruning_rate video_pruning_method"""
 HINTS = {name: value for value, names in ((True, ON), (False, OFF), (None, UNSET)) for name in names.split()}
-DEFAULTS: dict[str, Any] = {**OWN, **PASSED, **{name: values[0] for name, values in NEUTRAL.items()}, **HINTS}
+FIRST = {name: values[0] for name, values in NEUTRAL.items()}
+DEFAULTS: dict[str, Any] = {**OWN, **PASSED, **dict.fromkeys(SPEC_NAMES), **FIRST, **HINTS}
+# of thinking, at the marks that the tokenizer has tokens for, or else at <think> and </think>
+PARSERS = """deepseek_r1 deepseek_v3 ernie45 glm45 glm47 holo2 hunyuan_a13b hy_v3 mimo minimax_m2 mistral nemotron_v3
+    olmo3 openai_gptoss qwen3 seed_oss step3 step3p5"""
+MARKS: dict[str, tuple[str, str] | None] = {
+    **dict.fromkeys(PARSERS.split()), "granite": ("Here is my thought process:", "Here is my response:"),
+}  # fmt: skip
 PUBLISHED = ("compressed-tensors", "modelopt", "mxfp4")  # a checkpoint's own; "fp8" is also nanovllm's option
 
 
@@ -86,7 +136,22 @@ def check(keywords: dict[str, Any]) -> None:
         if name in NEUTRAL and value not in NEUTRAL[name] and not is_the_models:
             allowed = " or ".join(map(repr, NEUTRAL[name]))
             raise ConfigError(f"LLM: {name}={value!r:.200} is not supported; nanovllm allows {allowed}.")
+    if (parser := keywords.get("reasoning_parser")) and str(parser) not in MARKS:
+        raise ConfigError(f"LLM: reasoning_parser={parser!r:.100} is not supported; allowed are {', '.join(MARKS)}.")
     speculative_config(keywords)
+    reasoning_config(keywords)
+
+
+def reasoning_config(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Translate vLLM's marks around thoughts, a dictionary or ``ReasoningConfig``; a parser's name changes none."""
+    given = keywords.get("reasoning_config") or {}
+    values = given if isinstance(given, dict) else getattr(given, "__dict__", {"": given})
+    if unknown := values.keys() - {"reasoning_start_str", "reasoning_end_str", "reasoning_parser"}:
+        raise ConfigError(
+            f"LLM: reasoning_config={given!r:.200} is not supported; nanovllm reads reasoning_start_str and "
+            f"reasoning_end_str, not {min(unknown)!r}."
+        )
+    return {name: value for name, value in values.items() if value and name != "reasoning_parser"}
 
 
 def speculative_config(keywords: dict[str, Any]) -> dict[str, Any] | None:
@@ -94,16 +159,18 @@ def speculative_config(keywords: dict[str, Any]) -> dict[str, Any] | None:
 
     Hints that lookup here has no use for are left out, because they change no output.
     """
-    given = keywords.get("speculative_config")
-    if given is None:
+    asked = {name: keywords[name] for name in ("speculative_config", *SPEC_NAMES) if keywords.get(name) is not None}
+    if not asked:
         return None
-    given = given if isinstance(given, dict) else {}
+    said, whole = ", ".join(f"{name}={value!r:.200}" for name, value in asked.items()), asked.get("speculative_config")
+    given = dict(whole) if isinstance(whole, dict) else {}
+    for name in [name for name in SPEC_NAMES if name in asked]:
+        if SPEC_NAMES[name] in given:
+            raise ConfigError(f"LLM: {said} gives {SPEC_NAMES[name]!r} twice; leave out {name}.")
+        given[SPEC_NAMES[name]] = asked[name]
     method = "ngram" if given.get("model") in ("ngram", "[ngram]") else given.get("method")
     if method not in ("ngram", "suffix"):
-        raise ConfigError(
-            f"LLM: speculative_config={keywords['speculative_config']!r:.200} is not supported; nanovllm allows "
-            "None, or the method 'ngram' or 'suffix'."
-        )
+        raise ConfigError(f"LLM: {said} is not supported; nanovllm allows None, or the method 'ngram' or 'suffix'.")
     options = {name: given[name] for name in rules_of(SpeculativeConfig) if given.get(name) is not None}
     if isinstance(length := options.get("num_speculative_tokens"), int):
         options["num_speculative_tokens"] = min(length, SpeculativeConfig.num_speculative_tokens)
@@ -127,10 +194,13 @@ def to_nanovllm(keywords: dict[str, Any]) -> dict[str, Any]:
         given["state_dtype"] = state_dtype
     if (speculation := speculative_config(keywords)) is not None:
         given["speculative_config"] = speculation
+    given |= reasoning_config(keywords)
     block_size, blocks = keywords.get("block_size"), keywords.get("num_gpu_blocks_override")
     given["kvcache_block_size"] = block_size or 256
     if blocks is not None:  # blocks of vLLM's default size
         given["num_kvcache_blocks"] = -(-blocks * (block_size or 16) // given["kvcache_block_size"])
+    elif (num_bytes := keywords.get("kv_cache_memory_bytes")) is not None:
+        given["num_kvcache_blocks"] = num_blocks_in(num_bytes, keywords["model"], given)
     if (method := given.get("quantization")) in PUBLISHED:
         config = config_of(keywords["model"], given.get("revision"))
         if (published := config.model_config.quant_method) != method:
@@ -141,6 +211,30 @@ def to_nanovllm(keywords: dict[str, Any]) -> dict[str, Any]:
             )
         del given["quantization"]  # the checkpoint has it anyhow
     return given
+
+
+def num_blocks_in(num_bytes: Any, model: str, given: dict[str, Any]) -> int:
+    """Count the KV blocks in ``kv_cache_memory_bytes`` of each device; states of recurrent layers come on top.
+
+    The dtype "auto" on a CPU counts as float32, so that the cache may take half of the bytes there.
+    """
+    import torch
+
+    config = config_of(model, given.get("revision")).model_config
+    is_cpu = given.get("device") == "cpu" or not torch.cuda.is_available()
+    dtype = str(given.get("dtype", "auto")).removeprefix("torch.")
+    has_four_bytes = dtype in ("float32", "float") or (dtype == "auto" and (is_cpu or config.dtype == "float32"))
+    bytes_of_one = 1 if given.get("kv_cache_dtype", "auto") != "auto" else 4 if has_four_bytes else 2
+    num_heads = max(1, config.num_key_value_heads // (given.get("tensor_parallel_size") or 1))
+    num_layers = sum(layer.mixer == "attention" for layer in config.layers)
+    head_dim = config.head_dim if is_cpu else max(16, 1 << (config.head_dim - 1).bit_length())  # as kernels pad it
+    block = 2 * num_layers * given["kvcache_block_size"] * num_heads * head_dim * bytes_of_one
+    if not isinstance(num_bytes, int) or num_bytes < block:
+        raise ConfigError(
+            f"LLM: kv_cache_memory_bytes={num_bytes!r:.100} must be an integer of at least {block}, the bytes of one "
+            f"block of {given['kvcache_block_size']} tokens; or leave it out, and give gpu_memory_utilization."
+        )
+    return num_bytes // block
 
 
 def start(model: str, keywords: dict[str, Any]) -> LLM:
@@ -164,6 +258,8 @@ def start(model: str, keywords: dict[str, Any]) -> LLM:
     if is_default := max_model_len in (None, -1, "auto"):
         max_model_len = config_of(path).model_config.max_position_embeddings
     llm = LLM(model, max_model_len=max_model_len, **to_nanovllm({**keywords, "model": model}))
+    if parser := keywords.get("reasoning_parser"):
+        llm.reasoning_marks = MARKS[parser]
     if overlay is not None:
         weakref.finalize(llm, overlay.cleanup)
     capacity = llm.model_runner.num_kvcache_blocks * llm.config.kvcache_block_size
@@ -262,7 +358,7 @@ class _EngineArgs:
         short = {"tensor_parallel_size": ["-tp"], "pipeline_parallel_size": ["-pp"], "quantization": ["-q"]}
         for name, default in DEFAULTS.items():
             flags = ["--" + name.replace("_", "-"), *short.get(name, ())]
-            if isinstance(default, bool) or name == "enable_prefix_caching":
+            if isinstance(default, bool) or name.startswith(("enable_", "disable_")):
                 parser.add_argument(*flags, action=argparse.BooleanOptionalAction, default=default)
             else:
                 kind = type(default) if isinstance(default, (str, float)) else _value

@@ -9,6 +9,8 @@ from nanovllm.outputs import PoolingRequestOutput
 from nanovllm.sampling_params import Parameters
 
 VERBS: Any = LLM  # a copy of nanovllm may lack those used here
+REFUSED = ("truncate_prompt_tokens", "step_tag_id", "returned_token_ids", "requires_token_ids",
+           "late_interaction_params", "late_chunking_params", "extra_kwargs")  # fmt: skip
 
 
 @dataclass
@@ -33,6 +35,10 @@ class PoolingParams(Parameters):
     task: str | None = None
     skip_reading_prefix_cache: bool | None = None
     output_kind: Any = None
+    requires_token_ids: bool = False
+    late_interaction_params: Any = None
+    late_chunking_params: Any = None
+    extra_kwargs: dict | None = None
 
     def clone(self) -> "PoolingParams":
         return replace(self)
@@ -75,8 +81,8 @@ def checked(method: str, params: Any) -> PoolingParams:
             raise RequestError(f"{method}: pooling_params must be a PoolingParams, not {each!r:.100}.")
         if each != every[0]:
             raise RequestError(f"{method}: pooling_params that differ from prompt to prompt are not supported.")
-        for name in ("truncate_prompt_tokens", "step_tag_id", "returned_token_ids"):
-            if getattr(each, name) is not None:
+        for name in REFUSED:
+            if getattr(each, name) not in (None, False, {}):
                 raise RequestError(f"{method}: PoolingParams({name}={getattr(each, name)!r:.100}) is not supported.")
     return every[0] if every else PoolingParams()
 

@@ -48,9 +48,10 @@ class StructuredOutputsParams(core.StructuredOutputsParams):
 
 # fields that nanovllm lacks: the values at which they change nothing, the default first
 NEUTRAL: dict[str, tuple] = {
-    "thinking_token_budget": (None, -1), "repetition_detection": (None,),
-    "logprob_token_ids": (None, []), "best_of": (None, 1),
+    "best_of": (None, 1),
     "use_beam_search": (False,), "length_penalty": (1.0,), "early_stopping": (False,),
+    "watermarking": (None, False), "prompt_logprob_token_ids": (None, []), "prompt_logprob_start": (None, 0),
+    "trace_decode_token_ids": (None, []), "routed_experts_prompt_start": (0, None),
 }  # fmt: skip
 # vLLM's order of positional arguments
 ORDER = ("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
@@ -59,7 +60,8 @@ ORDER = ("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "te
 DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(ORDER), **core.DEFAULTS, "stop_token_ids": None, "max_tokens": 16, "flat_logprobs": False,
     "output_kind": RequestOutputKind.CUMULATIVE, "skip_clone": False, "skip_reading_prefix_cache": None,
-    "guided_decoding": None, "extra_args": None, **{name: neutral[0] for name, neutral in NEUTRAL.items()},
+    "guided_decoding": None, "extra_args": None, "stream_interval": None, "output_text_buffer_length": 0,
+    **{name: neutral[0] for name, neutral in NEUTRAL.items()},
 }  # fmt: skip
 
 
@@ -88,6 +90,7 @@ class _SamplingParams:
                 )
         if values["max_tokens"] is not None and values["max_tokens"] == 0:
             raise RequestError("SamplingParams: max_tokens=0 must be an integer >= 1 or None.")
+        values["logprob_token_ids"] = values["logprob_token_ids"] or None
         values["structured_outputs"] = values["structured_outputs"] or values["guided_decoding"]  # its old name
         params = core.SamplingParams(**{name: values[name] for name in core.DEFAULTS})
         if not params.is_greedy:

@@ -59,7 +59,7 @@ class EngineThread:
                     future.set_exception(error if isinstance(error, NanoVLLMError) else as_request_error(error))
             try:
                 llm.step()
-            except Exception as error:
+            except BaseException as error:  # nobody else would say it, and the callers would wait for ever
                 if isinstance(error, RuntimeError) and not isinstance(error, (EngineError, OutOfMemoryError)):
                     traceback.print_exc()
                     os._exit(1)

@@ -3,7 +3,8 @@
     python -m nanovllm.integrations.lm_eval run --model nanovllm --model_args pretrained=Qwen/Qwen3-0.6B --tasks ...
 
 Owns the translation of the harness's requests to ``LLM.score`` and ``LLM.stream``. Windows, truncation, special tokens
-and stops are those of the harness's own ``hf`` model, so that the two agree.
+and stops are those of the harness's own ``hf`` model, so that the two agree. A request that fails ends the run: the
+harness knows no rows of errors, and its metrics would count an empty answer as a wrong one.
 """
 
 import logging
@@ -100,9 +101,10 @@ class NanoVLLM(TemplateLM):
         bar = tqdm(total=len(lists), desc="Log-likelihoods", disable=disable_tqdm)
         for begin in range(0, len(lists), SCORED_AT_ONCE):
             part = slice(begin, begin + SCORED_AT_ONCE)
-            for (key, *_), score in zip(requests[part], self.llm.score(lists[part], starts[part]), strict=True):
+            scores = self.llm.score(lists[part], starts[part], use_tqdm=False)
+            for (key, *_), score in zip(requests[part], scores, strict=True):
                 if score.error is not None:
-                    raise EngineError(score.error)
+                    raise EngineError(f"request {len(answers)}: {score.error}")
                 answers.append((score.total, all(score.is_argmax)))
                 if key is not None:
                     self.cache_hook.add_partial("loglikelihood", key, answers[-1])
@@ -130,7 +132,7 @@ class NanoVLLM(TemplateLM):
         for output in tqdm(self.llm.stream(prompts), "Completions", len(made), disable=disable_tqdm):
             i = output.index
             if output["finish_reason"] == "error":
-                raise EngineError(str(output.outputs[0].stop_reason))
+                raise EngineError(f"request {i}: {output.outputs[0].stop_reason}")
             texts[i] = utils.postprocess_generated_text(output["text"], made[i][1], self.think_end_token)
             self.cache_hook.add_partial("generate_until", requests[i].args, texts[i])
         return texts

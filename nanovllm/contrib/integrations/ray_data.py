@@ -155,12 +155,12 @@ class Engine:
             is_open = messages[-1].get("role") == "assistant"
             options = {"add_generation_prompt": not is_open, "continue_final_message": is_open}
             options |= without_nones(row.get("chat_template_kwargs")) or {}
-            (prompt,) = llm.chat_prompts([with_images(messages, images)], **options)
+            (prompt,) = llm.chat_prompts([with_images(messages, images)], params, **options)
             return prompt, params
         if text is None and ids is None:
             raise RequestError('a row needs "messages", "prompt" or "tokenized_prompt".')
         if text is not None and ids is None:
-            (ids,) = llm.tokenize([text])
+            (ids,) = llm.tokenize([text], True, params)
         others = {"multi_modal_data": {"image": images}} if images else {}
         return {"prompt": text, "prompt_token_ids": ids, **others}, params
 

@@ -15,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from nanovllm.config import read_generation_config, resolve_model
-from nanovllm.contrib.jobs.files import Input, Output, begun, end_last_line, fingerprint
+from nanovllm.contrib.jobs.files import Input, Output, begun, end_last_line, fingerprint, located
 from nanovllm.contrib.jobs.rows import IMAGES, as_object, ready
 from nanovllm.errors import ConfigError
 from nanovllm.sampling_params import SamplingParams
@@ -32,6 +32,9 @@ SHOWN_BYTES = 1 << 20  # of each file of the model, at its beginning and end, go
 def run(args: Any) -> int:
     """The command. Everything that can be wrong is looked at before an engine starts."""
     path, (k, n) = Path(args.output), shard_of(args.shard)
+    for name, given in (("OUT", args.output), ("--metrics", args.metrics)):
+        if "://" in (given or ""):
+            raise ConfigError(f"{name}={given} must be a local path, for the job appends to it; copy it afterwards.")
     if path.name in ("", ".."):
         raise ConfigError(f"OUT={path} must have a name, for OUT.run.json lies beside it.")
     if args.shard:
@@ -42,23 +45,24 @@ def run(args: Any) -> int:
     model_path = resolve_model(args.model, args.engine.get("revision"))
     defaults = {} if args.engine.get("generation_config") == "vllm" else read_generation_config(model_path)
     args.base_params = SamplingParams(**ready({**defaults, **args.sampling}))
-    there, out = Path(args.input).resolve(), path.resolve()
-    if there in (out, out.parent) or out in there.parents:  # the last: --overwrite would delete it
+    filesystem, location = located(args.input)
+    there, out = Path(location).resolve(), path.resolve()
+    if filesystem is None and (there in (out, out.parent) or out in there.parents):  # --overwrite would delete it
         raise ConfigError(f"OUT={path} is the input, lies in it, or holds it.")
-    source = Input(Path(args.input), args.id_column)
+    source = Input(args.input, args.id_column)
     check_columns(args, source.columns)
-    folder = Path(args.input) if Path(args.input).is_dir() else Path(args.input).parent
-    if has_feature("engine.images") and folder.is_dir():  # of a local input: paths of images are relative to it
-        args.engine.setdefault("allowed_local_media_path", str(folder.resolve()))
+    if filesystem is None and has_feature("engine.images"):  # paths of images are relative to the input's directory
+        args.engine.setdefault("allowed_local_media_path", str(there if there.is_dir() else there.parent))
     used = {*USED, args.id_column, args.prompt_column, args.messages_column}
     if unused := [name for name in source.columns if name not in used]:
         say(f"Columns of IN that are not used: {', '.join(unused):.300}.")
     output = Output(path, source.ids_are_integers, source.id_names)
     written = output.written()
-    if shared := [file for file in source.files if file.resolve() in written]:
+    read = {file.resolve(): file for file in source.files if isinstance(file, Path)}
+    if shared := [read[file] for file in read.keys() & written]:
         raise ConfigError(f"OUT={path}: the job would write to {shared[0]}, which is a file of IN. Give another OUT.")
     if args.metrics:
-        if Path(args.metrics).resolve() in {there, *written}:
+        if Path(args.metrics).resolve() in {*read, *written}:
             raise ConfigError(f"--metrics {args.metrics}: it is IN or OUT, and would be appended to.")
         end_last_line(Path(args.metrics))
     with begun(output, facts_of(args, model_path, source), args.overwrite):

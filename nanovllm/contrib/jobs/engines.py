@@ -45,7 +45,7 @@ def complete(args: Any, rows: Iterator[Row], rank: int = 0) -> Records:
                 try:
                     prompt, template, params = request_of(row, args)
                     if template is not None:
-                        (prompt,) = llm.chat_prompts([prompt], **template)
+                        (prompt,) = llm.chat_prompts([prompt], params, **template)
                     future = llm.submit(prompt, params)
                 except BaseException as error:
                     yield error_record(row, as_request_error(error)), (0, 0, 0)

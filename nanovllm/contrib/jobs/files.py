@@ -1,17 +1,20 @@
 """Files of a batch job: rows in, records out, and the facts that an output was made with.
 
 An output only grows by whole lines or whole parts, so whatever stops a job leaves at most one torn line, which is cut.
-Lines are not synced: those that a power failure takes, or leaves as zeros, are done again.
+Lines are not synced: those that a power failure takes, or leaves as zeros, are done again. fsspec opens URLs, and
+pyarrow reads parquet alone: its reader of CSV closes an open quote itself, that of JSON wants one type in a column.
 """
 
 import csv
+import io
 import json
 import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import cached_property
 from itertools import count, filterfalse, islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from time import monotonic
 from typing import Any
 
@@ -22,15 +25,49 @@ import xxhash
 from nanovllm.contrib.jobs.rows import Row, hash_of, row_of
 from nanovllm.errors import ConfigError, NanoVLLMError, RequestError
 
+with suppress(ImportError):  # Windows
+    import fcntl
+
 PART_ROWS, PART_SECONDS = 10_000, 60.0  # a part of parquet is written when either is reached
-ANSWER_COLUMNS = ("text", "finish_reason", "stop_reason", "prompt_tokens", "completion_tokens", "outputs",
-                  "prompt_logprobs", "response", "error")  # of parquet
+ANSWER_COLUMNS = ("text", "reasoning", "content", "finish_reason", "stop_reason", "prompt_tokens", "completion_tokens",
+                  "outputs", "prompt_logprobs", "response", "error")  # of parquet
 ANNOTATIONS = {"title", "description", "default", "examples", "$comment"}  # of a JSON schema: they allow all values
-CHUNK = 1 << 20  # bytes
+CHUNK = 1 << 18  # bytes
 Values = dict[str, Any] | RequestError  # of a row, or why it cannot be read
 
 
-def read_jsonl(path: Path) -> Iterator[Values]:
+class RemoteFile:
+    """A file of an fsspec filesystem, with the methods of ``Path`` that an input needs."""
+
+    def __init__(self, filesystem: Any, info: dict[str, Any]):
+        self._filesystem, self._info, self._path = filesystem, info, info["name"]
+        path = PurePosixPath(self._path.partition("?")[0])  # behind it a signature
+        self.name, self.suffix = path.name, path.suffix
+
+    @cached_property
+    def size(self) -> int:
+        """When the job began, in bytes; 0 where a server does not tell it."""
+        return self._info.get("size") or self._filesystem.size(self._path) or 0  # lists of some servers lack it
+
+    def __str__(self) -> str:
+        return self._filesystem.unstrip_protocol(self._path)
+
+    def exists(self) -> bool:
+        return True
+
+    def is_file(self) -> bool:
+        return self._info["type"] != "directory"
+
+    def open(self, mode: str = "r", **options: Any) -> Any:
+        # fsspec's own files read a block of 5 MiB for every line
+        file = io.BufferedReader(self._filesystem.open(self._path, "rb"), CHUNK)
+        return file if mode == "rb" else io.TextIOWrapper(file, **options)
+
+
+File = Path | RemoteFile
+
+
+def read_jsonl(path: File) -> Iterator[Values]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -46,7 +83,7 @@ def read_jsonl(path: Path) -> Iterator[Values]:
                 yield RequestError(f"{where} is not JSON: {error}")
 
 
-def read_csv(path: Path) -> Iterator[Values]:
+def read_csv(path: File) -> Iterator[Values]:
     csv.field_size_limit(2**31 - 1)
     end = 0  # line of the last row, or of the header
     with path.open(newline="", encoding="utf-8-sig") as file:
@@ -64,15 +101,16 @@ def read_csv(path: Path) -> Iterator[Values]:
                               f"or not doubled within a text ({error}).") from None  # fmt: skip
 
 
-def read_parquet(path: Path) -> Iterator[Values]:
-    for batch in import_parquet().ParquetFile(path).iter_batches(256):
-        for values in batch.to_pylist():
-            for name, value in values.items():
-                try:
-                    values[name] = without_nones(value)
-                except RequestError as error:
-                    values[name] = RequestError(f"{name!r}: {error}")
-            yield {name: value for name, value in values.items() if value is not None}
+def read_parquet(path: File) -> Iterator[Values]:
+    with path.open("rb") as file:
+        for batch in import_parquet().ParquetFile(file).iter_batches(256):
+            for values in batch.to_pylist():
+                for name, value in values.items():
+                    try:
+                        values[name] = without_nones(value)
+                    except RequestError as error:
+                        values[name] = RequestError(f"{name!r}: {error}")
+                yield {name: value for name, value in values.items() if value is not None}
 
 
 def without_nones(value: Any) -> Any:
@@ -99,24 +137,69 @@ def import_parquet() -> Any:
     return pyarrow.parquet
 
 
-def read(path: Path, remedy: str = "") -> Iterator[Any]:
+def read(path: File, remedy: str = "") -> Iterator[Any]:
     """The values of each row of a file; raises ConfigError with the remedy where it is damaged."""
-    try:
+    with reading(path, remedy):
         yield from READERS[path.suffix](path)
-    except Exception as error:  # of decoding, and pyarrow's, whose OSErrors have no number
+
+
+@contextmanager
+def reading(path: Any, remedy: str = "") -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of decoding; of a network; and pyarrow's, whose OSErrors have no number
         if isinstance(error, NanoVLLMError) or getattr(error, "errno", None) is not None:
             raise
-        raise ConfigError(f"{path} cannot be read: {error}{remedy}") from None
+        kind = f"{type(error).__name__}: " if isinstance(error, OSError) else ""  # its text may be the path alone
+        raise ConfigError(f"{path} cannot be read: {kind}{error}{remedy}") from None
 
 
-READERS: dict[str, Callable[[Path], Iterator]] = {".jsonl": read_jsonl, ".parquet": read_parquet, ".csv": read_csv}
+READERS: dict[str, Callable[[File], Iterator]] = {".jsonl": read_jsonl, ".parquet": read_parquet, ".csv": read_csv}
 
 
 # ---------------------------------------------------------------- in
 
 
+def located(location: str) -> tuple[Any, str]:
+    """The filesystem of a URL, None for the local one, and the path in it."""
+    if "://" not in location:
+        return None, location
+    try:
+        import fsspec
+
+        filesystem, path = fsspec.core.url_to_fs(location)
+        is_local = isinstance(filesystem, fsspec.get_filesystem_class("file"))
+    except ImportError as error:
+        raise ConfigError(
+            f"IN={location} needs a package that is missing: pip install 'nanovllm[remote]' ({error})."
+        ) from None
+    except Exception as error:
+        raise ConfigError(f"IN={location} cannot be opened: {error}") from None
+    return None if is_local else filesystem, path
+
+
+def files_of(location: str) -> list[File]:
+    """The file that IN names, or the files of a directory or of a pattern, sorted by name."""
+    filesystem, path = located(location)
+    files: list[File]
+    if filesystem is None:
+        files = [*sorted(Path(path).iterdir())] if Path(path).is_dir() else [Path(path)]
+    else:
+        with reading(f"IN={location}"):
+            infos = filesystem.glob(path, detail=True).values() if "*" in path else [filesystem.info(path)]
+            if [info["type"] for info in infos] == ["directory"]:
+                infos = filesystem.ls(path, detail=True)
+        files = [RemoteFile(filesystem, info) for info in sorted(infos, key=lambda info: info["name"])]
+    if not (known := [file for file in files if file.suffix in READERS]):
+        there = f" It holds: {', '.join(file.name for file in files):.200}." if len(files) > 1 else ""
+        raise ConfigError(f"IN={location} must be a {', '.join(READERS)} file, or a directory that holds some.{there}")
+    if special := [file for file in known if file.exists() and not file.is_file()]:
+        raise ConfigError(f"IN={special[0]} is a folder or a pipe; it must be a file, for it is read twice.")
+    return known
+
+
 class Input:
-    """The rows of a file, or of a directory's files in the order of their names.
+    """The rows of a file, or of a directory's files in the order of their names; a path or a URL of fsspec.
 
     Attributes:
         hashes: of the rows' ids, uint64 [N]: all that is kept of a row.
@@ -125,12 +208,8 @@ class Input:
         ids_are_integers: whether all ids are 64-bit integers.
     """
 
-    def __init__(self, path: Path, id_column: str | None):
-        self.files = sorted(f for f in path.iterdir() if f.suffix in READERS) if path.is_dir() else [path]
-        if not self.files or self.files[0].suffix not in READERS:
-            raise ConfigError(f"IN={path} must be a {', '.join(READERS)} file, or a directory that holds some.")
-        if special := [file for file in self.files if file.exists() and not file.is_file()]:
-            raise ConfigError(f"IN={special[0]} is a folder or a pipe; it must be a file, for it is read twice.")
+    def __init__(self, path: str | Path, id_column: str | None):
+        self.files = files_of(str(path))
         self._id_column = id_column
         hashes, columns, self.ids_are_integers = array("Q"), dict[str, None](), True
         self.id_names = set[str]()
@@ -171,19 +250,27 @@ class Input:
             raise ConfigError(f"IN has changed while the job ran: it held {len(todo):,} rows, now {num_rows:,}.")
 
     def num_bytes(self) -> int:
-        return sum(file.stat().st_size for file in self.files)
+        return sum(size_of(file) for file in self.files)
 
 
-def fingerprint(files: list[Path], num_bytes: int | None = None) -> str:
+def size_of(file: File) -> int:
+    return file.size if isinstance(file, RemoteFile) else file.stat().st_size
+
+
+def fingerprint(files: Sequence[File], num_bytes: int | None = None) -> str:
     """Hash the files' sizes and contents, or ``num_bytes`` at the beginning and end of each."""
     digest = xxhash.xxh3_64()
     for path in files:
-        size = path.stat().st_size
-        digest.update(f"{size} ".encode())
-        with path.open("rb") as file:
-            for start in range(0, size, CHUNK) if num_bytes is None else (0, max(0, size - num_bytes)):
-                file.seek(start)
-                digest.update(file.read(num_bytes or CHUNK))
+        with reading(path), path.open("rb") as file:
+            size = size_of(path)
+            digest.update(f"{size} ".encode())
+            if num_bytes is None:
+                while chunk := file.read(CHUNK):
+                    digest.update(chunk)
+            else:
+                for start in (0, max(0, size - num_bytes)):
+                    file.seek(start)
+                    digest.update(file.read(num_bytes))
     return digest.hexdigest()
 
 
@@ -243,6 +330,17 @@ class Output:
                 with replacing(file) as new:
                     self._write(filterfalse(is_cut, read(file)), new)
         return np.frombuffer(hashes, np.uint64), num_errors
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Lock the file itself, which may have other names by hard links; raises filelock.Timeout."""
+        with nullcontext() if self.is_parquet or os.name == "nt" else self.path.open("ab") as file:
+            try:
+                if file is not None:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise filelock.Timeout(str(self.path)) from None
+            yield
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -329,7 +427,7 @@ def begun(output: Output, facts: dict[str, Any], overwrite: bool) -> Iterator[No
     path, (run_file, lock) = output.path, beside_output(output.path)
     facts = json.loads(json.dumps(facts))  # as it is read
     try:
-        with filelock.FileLock(lock, timeout=0):
+        with filelock.FileLock(lock, timeout=0), output.held():
             if overwrite:
                 for file in output.files():
                     file.unlink()

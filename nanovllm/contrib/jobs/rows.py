@@ -129,7 +129,7 @@ def openai_request(values: dict[str, Any], template: dict[str, Any]) -> tuple[An
                                   RequestError)  # fmt: skip
     if is_chat:
         top = check("the body", "top_logprobs", own.pop("top_logprobs", 0), at_least(0), RequestError)
-        own["logprobs"] = top if own.get("logprobs") else None
+        own["logprobs"] = top if own.get("logprobs") and not own.get("logprob_token_ids") else None
         template.update(as_object("chat_template_kwargs", own.pop("chat_template_kwargs", {})))
         template.update({name: own.pop(name) for name in TEMPLATE if name in own})
     form = own.pop("response_format", {"type": "text"})
@@ -205,19 +205,24 @@ def record_of(row: Row, output: RequestOutput, params: SamplingParams, model: st
               "completion_tokens": sum(len(o.token_ids) for o in output.outputs)}  # fmt: skip
     if row.is_openai:
         return openai_record(row, output, counts, params, model)
-    record: dict[str, Any] = {"custom_id": row.key, row.name: row.key, "text": first.text,
+    record: dict[str, Any] = {"custom_id": row.key, row.name: row.key, "text": first.text, **split_of(first),
                               "finish_reason": first.finish_reason, "stop_reason": first.stop_reason,
                               **counts}  # fmt: skip
-    if params.n > 1 or params.logprobs is not None or not params.detokenize:
+    if params.n > 1 or params.num_logprobs is not None or not params.detokenize:
         names = ("text", "finish_reason", "stop_reason", "token_ids")
         record["outputs"] = [
-            {**{name: getattr(o, name) for name in names}, "logprobs": plain_logprobs(o.logprobs),
+            {**{name: getattr(o, name) for name in names}, **split_of(o), "logprobs": plain_logprobs(o.logprobs),
              "cumulative_logprob": None if o.cumulative_logprob == -math.inf else o.cumulative_logprob}
             for o in output.outputs
         ]  # fmt: skip
     if params.prompt_logprobs is not None:
         record["prompt_logprobs"] = plain_logprobs(output.prompt_logprobs)
     return {**record, "error": None}
+
+
+def split_of(output: CompletionOutput) -> dict[str, str]:
+    """Where a model has thought, the two parts of its text."""
+    return {} if output.reasoning is None else {"reasoning": output.reasoning, "content": output.content}
 
 
 def error_record(row: Row, error: Exception) -> dict[str, Any]:
@@ -228,7 +233,7 @@ def error_record(row: Row, error: Exception) -> dict[str, Any]:
 def openai_record(row: Row, output: RequestOutput, counts: dict[str, int], params: SamplingParams,
                   model: str) -> dict[str, Any]:
     is_chat = row.values.get("url") != "/v1/completions"
-    logprobs, num_top = openai_logprobs if is_chat else completion_logprobs, params.logprobs or 0
+    logprobs, num_top = openai_logprobs if is_chat else completion_logprobs, params.num_logprobs or 0
     choices = [
         {"index": o.index, **({"message": {"role": "assistant", "content": o.text}} if is_chat else {"text": o.text}),
          "finish_reason": o.finish_reason, "logprobs": None if o.logprobs is None else logprobs(o, num_top)}

@@ -13,7 +13,7 @@ from nanovllm.engine.images.loading import MAX_PIXEL_BYTES, NUM_THREADS, ImageLo
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.request import Request
 from nanovllm.engine.text.prompts import as_token_ids
-from nanovllm.errors import RequestError
+from nanovllm.errors import as_request_error
 
 AHEAD = 2 * NUM_THREADS  # images that load, and requests that wait for theirs
 POLL_S = 0.02
@@ -42,8 +42,9 @@ class Draft:
             made = inputs.request(request.prompt, ids, params, request.index, given=given)
             request.prompt_ids, request.params, request.attachment = ids, params, given
             request.readout = made.readout
-        except RequestError as error:
-            request.failure, request.readout = ("error", str(error)), None
+            inputs.make_completions(request)  # a failure in ``_queue`` would be everybody's
+        except BaseException as error:
+            request.failure, request.readout, request.attachment = ("error", str(as_request_error(error))), None, None
         return request
 
 

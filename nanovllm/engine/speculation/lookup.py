@@ -263,7 +263,7 @@ class Speculator:
         params, lookup = seq.sampling_params, None
         # what these may sample depends on the tokens before, or on a table by request slot
         if not (params.is_constrained or params.has_penalties or params.logit_bias or params.logits_processors
-                or params.allowed_token_ids):  # fmt: skip
+                or params.allowed_token_ids or params.thinking_token_budget is not None):  # fmt: skip
             n, capacity = self._options.prompt_lookup_min, len(seq.tokens(0, seq.max_num_tokens))
             lookup = Lookup(HashChains(seq.tokens(0, capacity), n), self._options)
         self._lookups[seq.seq_id] = lookup

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 MAX_CACHED_GRAMMARS = 256
 NUM_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))  # that fill masks
+# Of models of pydantic and its type adapters, compiled expressions, members of enums
+PARTS = ("model_json_schema()", "json_schema()", "pattern", "value")
 
 
 def mask_of(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
@@ -138,7 +140,7 @@ class GrammarCompiler:
             self._load()
         try:
             values = {field.name: getattr(params, field.name) for field in fields(StructuredOutputsParams)}
-            matcher = self._matcher(json.dumps(values, ensure_ascii=False).encode())
+            matcher = self._matcher(json.dumps(values, ensure_ascii=False, default=_no_json).encode())
         except UnicodeEncodeError as error:
             half = error.object[error.start]
             raise _refused(params, f"it holds {half!r}, a lone surrogate, which no text has; leave it out") from None
@@ -194,6 +196,16 @@ class GrammarCompiler:
         self._vocabulary = llguidance.LLTokenizer(backend.to_str(), n_vocab=width, eos_token=eos)
         if width > self._vocab_size:
             self._surplus = mask_of_all(self._vocab_size, -(-width // 32))
+
+
+def _no_json(x: Any) -> None:
+    """Raise the error of an object that JSON has no form for, with the part of it that has one."""
+    part = next((part for part in PARTS if hasattr(x, part.rstrip("()"))), None)
+    if part is None and isinstance(x, type):
+        raise ValueError(f"JSON has no form for {x!r:.100}; give pydantic.TypeAdapter({x.__name__}).json_schema()")
+    if part is None:
+        raise TypeError(f"Object of type {type(x).__name__} is not JSON serializable")
+    raise ValueError(f"JSON has no form for {x!r:.100}; give its .{part}")
 
 
 def _reason(matcher: Any) -> str:

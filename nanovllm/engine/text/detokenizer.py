@@ -8,21 +8,27 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
+from nanovllm.errors import as_request_error
+
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no UTF-8; at the end perhaps an incomplete character
 
 
 def decode(tokenizer: Any, token_ids: list[int], skip_special_tokens: bool = True,
            spaces_between_special_tokens: bool = True) -> str:
-    """Decode all ids of a text that begins with them."""
+    """Decode all ids of a text that begins with them; raises RequestError whatever the tokenizer raises."""
     backend = backend_of(tokenizer)
-    if backend is not None:  # transformers would look at each id before it calls it
-        return backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
-    return tokenizer.decode(
-        token_ids,
-        skip_special_tokens=skip_special_tokens,
-        spaces_between_special_tokens=spaces_between_special_tokens,
-        clean_up_tokenization_spaces=False,
-    )
+    try:
+        if backend is not None:  # transformers would look at each id before it calls it
+            return backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return tokenizer.decode(
+            token_ids,
+            skip_special_tokens=skip_special_tokens,
+            spaces_between_special_tokens=spaces_between_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+    except BaseException as error:  # a panic of tokenizers is no Exception
+        refused = as_request_error(error)
+        raise refused from refused.__cause__
 
 
 def decode_completion(tokenizer: Any, token_ids: list[int], *flags: bool) -> str:
@@ -84,7 +90,9 @@ class IncrementalDetokenizer:
         if self._backend is not None:
             try:  # one id takes half the time of a list
                 new = self._stream.step(self._backend, [*self._run, token_id] if self._run else token_id)
-            except Exception:  # of a decoder that changes text before the token: the stream goes no further
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException:  # of a decoder that changes text before the token: the stream goes no further
                 self._backend = None
         if self._backend is None:
             new = self._pending_text()

@@ -9,16 +9,21 @@ import re
 from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nanovllm.engine.text.detokenizer import decode, decode_completion, decode_tokens
 from nanovllm.engine.text.fast_tokenizer import FastTokenizer, load_fast
-from nanovllm.errors import CheckpointError, RequestError
+from nanovllm.engine.text.lengths import LONG, Lengths
+from nanovllm.engine.text.reasoning import THINK, ReasoningMarks, finder_of, marks_of
+from nanovllm.errors import CheckpointError, RequestError, as_request_error
+from nanovllm.outputs import ReasoningBlock
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checkpoint import LOADING_LOCK
 from nanovllm.utils.time_limit import TimeLimitError, time_limit
 
+T = TypeVar("T")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 TEMPLATE_SECONDS = 20.0  # for one conversation; most take a millisecond
 IMAGE = {"type": "image"}  # a part of a message, without the image, which is the engine's
@@ -38,8 +43,9 @@ class AsyncTokenizer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-tokenizer")
         self._loading: Future | None = None
         self._source = model_path, trust_remote_code
-        self._no_text: Future[str] = Future()  # one for all: making one takes as long as the rest of an output
-        self._no_text.set_result("")
+        self._marks: ReasoningMarks | None = None  # the user's
+        self._no_text = done("")  # one for all: making one takes as long as the rest of an output
+        self._lengths = Lengths()
         if not skip:
             if not any((Path(model_path) / name).exists() for name in TOKENIZER_FILES):
                 raise CheckpointError(
@@ -67,16 +73,16 @@ class AsyncTokenizer:
         return self._loading.result()
 
     def eos_token_ids(self) -> list[int]:
-        tokenizer = self.tokenizer
-        eos = None if tokenizer is None else tokenizer.eos_token_id
+        eos = getattr(self.tokenizer, "eos_token_id", None)
         return [] if eos is None else [eos]
 
     def encode(self, texts: ListLike[str | None], add_special_tokens: bool = True,
-               first: int = 0) -> list[list[int]]:
+               first: int = 0, fit: tuple[Any, int] | None = None) -> list[list[int]]:
         """The token ids of each text; None, a prompt given as token ids, is left out. ``first``: its index, for errors.
 
         Raises:
-            RequestError: there is no tokenizer, or a text cannot be encoded; of several it says which one.
+            RequestError: there is no tokenizer, or a text cannot be encoded, or is so long that it cannot ``fit``
+                (parameters, max_model_len); of several it says which one.
         """
         given = [text for text in texts if text is not None]
         if not given:
@@ -86,12 +92,19 @@ class AsyncTokenizer:
             which = f"prompt {i}: " if first + len(texts) > 1 else ""
             if text and len(text) > MAX_CHARACTERS:
                 raise RequestError(f"{which}the text has {len(text):,} characters; allowed are {MAX_CHARACTERS:,}.")
+            if text and fit is not None and len(text) > LONG:
+                self._lengths.check(which, text, *fit, tokenizer)
             try:
                 (text or "").encode()
             except UnicodeEncodeError as error:
                 raise RequestError(f"{which}the text cannot be encoded as UTF-8: {error}") from None
-        # verbose would warn of the tokenizer's length limit; the engine checks max_model_len instead
-        return tokenizer(given, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        try:
+            return _token_ids(tokenizer, given, add_special_tokens)
+        except RequestError:
+            for i, text in enumerate(texts, first):  # whose fault is it?
+                if text is not None and first + len(texts) > 1:
+                    _token_ids(tokenizer, [text], add_special_tokens, f"prompt {i}: ")
+            raise
 
     def decode(self, token_id_lists: ListLike[ListLike[int]], skip_special_tokens: bool = True) -> list[str]:
         """The text of each list of token ids; raises RequestError without a tokenizer."""
@@ -142,6 +155,24 @@ class AsyncTokenizer:
     def _decode(self, token_ids: list[int], skip_special_tokens: bool, spaces_between: bool) -> str:
         return decode_completion(self.tokenizer, token_ids, skip_special_tokens, spaces_between)
 
+    @property
+    def reasoning_marks(self) -> ReasoningMarks:
+        """Two texts that enclose the model's thinking: the user's, or a pair that the tokenizer has tokens for."""
+        return self._marks or (THINK if self.tokenizer is None else marks_of(self.tokenizer))
+
+    @reasoning_marks.setter
+    def reasoning_marks(self, marks: ReasoningMarks | None) -> None:
+        self._marks = marks
+
+    def reasoning_finder(self, prompt_ids: Any, params: SamplingParams) -> "CompletionReasoning":
+        """Make the finder of the thinking in completions of a prompt, integers [num_prompt_tokens]."""
+        return CompletionReasoning(self, self._marks, prompt_ids, params)
+
+    def decoded(self, text: "Future[str]") -> tuple[str, str | None]:
+        """Wait for the text; returns it, or "" and why the tokenizer failed."""
+        error = text.exception()
+        return (text.result(), None) if error is None else ("", str(as_request_error(error)))
+
     def texts(self, token_ids: Iterable[int]) -> dict[int, str]:
         """The text of each id, decoded alone; {} without a tokenizer."""
         distinct, tokenizer = sorted(set(token_ids)), self.tokenizer
@@ -149,17 +180,48 @@ class AsyncTokenizer:
 
     def replace(self, tokenizer: Any) -> None:
         """Use this tokenizer from now on."""
-        self._loading = Future()
-        self._loading.set_result(tokenizer)
+        self._loading = done(tokenizer)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
+@dataclass(slots=True)
+class CompletionReasoning:
+    """Finds the thinking in completions of one prompt; one small object for all of them, since most never ask."""
+
+    tokenizer: AsyncTokenizer
+    marks: ReasoningMarks | None
+    prompt_ids: Any
+    params: SamplingParams
+
+    def __call__(self, text: str, token_ids: ListLike[int]) -> ReasoningBlock | None:
+        if (tokenizer := self.tokenizer.tokenizer) is None:
+            return None
+        flags = self.params.skip_special_tokens, self.params.spaces_between_special_tokens
+        finder = finder_of(tokenizer, len(tokenizer), self.marks)
+        return finder.find(self.prompt_ids, text, list(token_ids), *flags)
+
+
+def done(result: T) -> "Future[T]":
+    """A future that has its result."""
+    future: Future[T] = Future()
+    future.set_result(result)
+    return future
+
+
+def _token_ids(tokenizer: Any, texts: list[str], add_special_tokens: bool, which: str = "") -> list[list[int]]:
+    try:  # verbose would warn of the tokenizer's length limit; the engine checks max_model_len instead
+        return tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+    except BaseException as error:
+        refused = as_request_error(error, which)
+        raise refused from refused.__cause__
+
+
 def _load(model_path: str, trust_remote_code: bool) -> Any:
     try:
         tokenizer = load_fast(model_path)
-    except Exception:  # a damaged file may raise anything; transformers says what it makes of it
+    except BaseException:  # a damaged file may raise anything; transformers says what it makes of it
         tokenizer = None
     return _load_with_transformers(model_path, trust_remote_code) if tokenizer is None else tokenizer
 
@@ -170,7 +232,9 @@ def _load_with_transformers(model_path: str, trust_remote_code: bool) -> Any:
 
         try:
             return AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-        except Exception as error:  # a damaged file may raise anything
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a damaged file may raise anything, a panic of tokenizers included
             raise CheckpointError(f"the tokenizer in {model_path} cannot be loaded: {error}") from None
 
 

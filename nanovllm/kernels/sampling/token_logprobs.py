@@ -1,4 +1,4 @@
-"""Triton: log-probabilities of one token per row and of the most probable ones, in one pass over the logits.
+"""Triton: log-probabilities of one token per row and of the most probable or named ones, in one pass over the logits.
 
 Owns `token_logprobs`. The reference in nanovllm/sampling/token_logprobs.py defines it, and runs for many alternatives.
 
@@ -89,20 +89,21 @@ def logprob_bits(x, largest, log_sum_exp):
     return tl.where(logprob == logprob, logprob, -float("inf")).to(tl.int32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["num_top"])
+@triton.jit(do_not_specialize=["num_top", "num_named", "width"])
 def token_logprobs_kernel(
     logits_ptr, tokens_ptr, scales_ptr, thresholds_ptr,  # as in block_stats_kernel
     stats_ptr, group_max_ptr,  # written by block_stats_kernel
-    packed_ptr,  # i32[N, 2 + 2 * num_top], written here
-    vocab_size, num_blocks, num_groups, num_top, logits_stride,
-    GROUP: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr, USE_PDL: tl.constexpr,
+    named_ptr,  # i32[N, num_named] or None
+    packed_ptr,  # i32[N, 2 + 2 * width], written here
+    vocab_size, num_blocks, num_groups, num_top, num_named, width, logits_stride,
+    GROUP: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N,): merges the blocks' stats, then takes the top tokens in `num_top` rounds."""
+    """Grid (N,): merges the blocks' stats, then gathers the named tokens, or takes the top ones in `num_top` rounds."""
     pdl_launch_dependents(USE_PDL)
     pdl_wait(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
-    packed_ptr += row * (2 + 2 * num_top)
+    packed_ptr += row * (2 + 2 * width)
     scale, threshold = load_row(row, scales_ptr, thresholds_ptr)
     token = tl.load(tokens_ptr + row)
     own = load_scaled(logits_ptr, token, vocab_size, scale, threshold)
@@ -117,6 +118,14 @@ def token_logprobs_kernel(
     log_sum_exp = tl.log(tl.where(sum_exp > 0.0, sum_exp, 1.0))
     tl.store(packed_ptr, logprob_bits(own, largest, log_sum_exp))
     tl.store(packed_ptr + 1, tl.sum(num_at_or_above.to(tl.int32)))
+
+    if named_ptr is not None:
+        nth = tl.arange(0, BLOCK_N)
+        ids = tl.load(named_ptr + row * num_named + nth, mask=nth < num_named, other=-1)
+        x = load_scaled(logits_ptr, tl.maximum(ids, 0), vocab_size, scale, threshold)
+        tl.store(packed_ptr + 2 + nth, ids, mask=ids >= 0)
+        tl.store(packed_ptr + 2 + width + nth, logprob_bits(x, largest, log_sum_exp), mask=ids >= 0)
+        num_top = tl.where(tl.max(ids) >= 0, 0, num_top)
 
     if group_max_ptr is not None:
         empty = -(2**31)  # below the key of -inf: no logit of the group is left
@@ -138,16 +147,18 @@ def token_logprobs_kernel(
             last_key = key
             last_id = id
             tl.store(packed_ptr + 2 + i, id)
-            tl.store(packed_ptr + 2 + num_top + i, logprob_bits(from_key(key, 0), largest, log_sum_exp))
+            tl.store(packed_ptr + 2 + width + i, logprob_bits(from_key(key, 0), largest, log_sum_exp))
 
 
-def token_logprobs(logits, tokens, num_top, scales=None, thresholds=None):
+def token_logprobs(logits, tokens, num_top, scales=None, thresholds=None, named=None):
     """See token_logprobs in nanovllm/sampling/token_logprobs.py. Two launches."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 and num_top <= vocab_size
     num_blocks = triton.cdiv(vocab_size, _BLOCK)
     num_groups = triton.cdiv(vocab_size, _GROUP) if num_top > 0 else 1
-    packed = torch.empty((num_rows, 2 + 2 * num_top), dtype=torch.int32, device=logits.device)
+    num_named = 0 if named is None else named.shape[1]
+    width = max(num_top, num_named)
+    packed = torch.empty((num_rows, 2 + 2 * width), dtype=torch.int32, device=logits.device)
     stats = torch.empty((num_rows, num_blocks, 3), dtype=torch.float32, device=logits.device)
     group_max = torch.empty((num_rows, num_groups), dtype=torch.float32, device=logits.device) if num_top > 0 else None
     row_inputs = logits, tokens, scales, thresholds
@@ -158,7 +169,8 @@ def token_logprobs(logits, tokens, num_top, scales=None, thresholds=None):
     )  # fmt: skip
     launch(
         token_logprobs_kernel, (num_rows,),
-        *row_inputs, stats, group_max, packed, vocab_size, num_blocks, num_groups, num_top, logits.stride(0),
-        BLOCK_S=triton.next_power_of_2(num_blocks), BLOCK_G=triton.next_power_of_2(num_groups), **options,
+        *row_inputs, stats, group_max, named, packed, vocab_size, num_blocks, num_groups, num_top, num_named, width,
+        logits.stride(0), BLOCK_S=triton.next_power_of_2(num_blocks), BLOCK_G=triton.next_power_of_2(num_groups),
+        BLOCK_N=triton.next_power_of_2(max(1, num_named)), **options,
     )  # fmt: skip
     return packed

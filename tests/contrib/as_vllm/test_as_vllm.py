@@ -3,6 +3,7 @@
 They are in ``scripts/``, know vLLM's names only, and check what they get. Each takes a model's path.
 """
 
+import asyncio
 import gc
 import json
 import os
@@ -14,6 +15,8 @@ import torch
 from helpers import ROOT, run_python
 
 from nanovllm.contrib.as_vllm import options
+from nanovllm.contrib.as_vllm.async_llm import AsyncLLM
+from nanovllm.contrib.as_vllm.helpers import LoRARequest
 from nanovllm.contrib.as_vllm.llm import LLM
 from nanovllm.contrib.as_vllm.sampling import SamplingParams
 from nanovllm.errors import ConfigError, EngineError, RequestError
@@ -83,6 +86,11 @@ def test_bad_command_lines(argv, said):
     assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
 
 
+def test_help_is_no_error():
+    done = run("-m", "nanovllm.as_vllm", "--help")
+    assert done.stdout.strip().startswith("Run a script written for vLLM") and "[args]" in done.stdout
+
+
 def test_an_engine_without_references_frees_its_memory():
     """Scripts free it by ``del llm``, and make the next one."""
     llm = LLM(str(DEMO_MODEL), device="cpu")
@@ -100,11 +108,34 @@ def test_the_loop_ends_after_a_failed_step(monkeypatch):
     """A script that goes on after the error would step an engine for ever that has dropped its requests."""
     llm = LLM(str(DEMO_MODEL), device="cpu")
     monkeypatch.setattr(llm.awake().scheduler, "schedule", lambda: 1 // 0)
-    llm.add_request("name", "2 + 3", SamplingParams())
-    with pytest.raises(ZeroDivisionError):
-        llm.step()
-    assert not llm.has_unfinished_requests()
+    for run in (llm.step, llm.wait_for_completion):
+        llm.add_request("name", "2 + 3", SamplingParams())
+        with pytest.raises(ZeroDivisionError):
+            run()
+        assert not llm.has_unfinished_requests()
     llm.shutdown()
+
+
+def test_a_failed_step_ends_the_tasks_that_wait_for_it(monkeypatch):
+    """Those of another adapter go on; then the engine serves again."""
+    engine = AsyncLLM(str(DEMO_MODEL), device="cpu", enable_lora=True)
+    params, missing = SamplingParams(temperature=0, max_tokens=9), LoRARequest("missing", 9, "/nowhere")
+
+    async def last(name, lora=None):
+        return [output async for output in engine.generate("2 + 3", params, name, lora)][-1]
+
+    async def main():
+        names = ("a", None), ("b", missing), ("c", None)
+        first, refused, second = await asyncio.gather(*map(last, *zip(*names, strict=True)), return_exceptions=True)
+        assert first.outputs == second.outputs and "/nowhere" in str(refused)
+        with monkeypatch.context() as patched:
+            patched.setattr(engine._engine.awake().scheduler, "schedule", lambda: 1 // 0)
+            failed = await asyncio.gather(last("a"), last("b"), return_exceptions=True)
+        assert [type(error) for error in failed] == [ZeroDivisionError] * 2
+        assert (await last("a")).outputs == first.outputs
+
+    asyncio.run(main())
+    engine.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -215,6 +246,10 @@ def test_speculative_config():
     older = {"model": "[ngram]", "num_speculative_tokens": 3}
     assert options.speculative_config({"speculative_config": older}) == {"method": "ngram", "num_speculative_tokens": 3}
     assert options.speculative_config({}) is None
+    oldest = {"speculative_model": "[ngram]", "num_speculative_tokens": 4, "ngram_prompt_lookup_max": 3}
+    expected = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+    assert options.speculative_config(oldest) == expected
+    assert options.speculative_config({"spec_method": "suffix", "speculative_config": {}}) == {"method": "suffix"}
     for other in ({"method": "eagle3", "model": "a/b"}, {"model": "a/b"}, "ngram"):
         with pytest.raises(ConfigError, match=r"speculative_config=.* is not supported; nanovllm allows None, or"):
             options.check({"speculative_config": other})

@@ -96,10 +96,13 @@ def main(folder: Path) -> dict:
     write_tasks(folder)
     report: dict = {"command_line": command_line(folder)}
     import lm_eval
+    import torch
     from lm_eval.api.instance import Instance
     from lm_eval.api.registry import get_model
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
+
+    from nanovllm import EngineError
 
     NanoVLLM = get_model("nanovllm")
     manager = TaskManager(include_path=str(folder))
@@ -133,6 +136,16 @@ def main(folder: Path) -> dict:
         HFLM(pretrained=other, dtype="float32", device="cpu", max_length=MAX_LENGTH).generate_until(requests),
         NanoVLLM(other, dtype="float32", device="cpu", max_model_len=MAX_LENGTH, quiet=True).generate_until(requests),
     ]
+    # weights of NaN: the run ends
+    ours, report["failures"] = models["nanovllm"], []
+    with torch.inference_mode():
+        ours.llm.model_runner.model.model.norm.weight[3] = torch.nan
+    pairs = [Instance("loglikelihood", {}, ("2 + 3", text), i) for i, text in enumerate((" 5", " 6"))]
+    for method, given in ((ours.generate_until, requests), (ours.loglikelihood, pairs)):
+        try:
+            method(given)
+        except EngineError as error:
+            report["failures"].append(str(error))
     return report
 
 

@@ -4,6 +4,7 @@ Twenty seconds.
 """
 
 import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -54,6 +55,12 @@ def test_special_token_as_stop_string(report):
     """The text that stop strings look at has no special tokens; hf stops at them all the same."""
     hf, ours = report["special_stop"]
     assert ours == hf and ours[0] == "5"
+
+
+@needs_harness
+def test_a_request_that_fails_ends_the_run(report):
+    """The harness has no rows for errors, and would count an empty answer as a wrong one."""
+    assert [re.match(r"request \d: .*NaN", text) is not None for text in report["failures"]] == [True, True]
 
 
 @needs_harness

@@ -10,7 +10,10 @@ EngineArgs.add_cli_args(parser).set_defaults(model="Qwen/Qwen3-0.6B")
 group = parser.add_argument_group("Sampling parameters")
 group.add_argument("--max-tokens", type=int)
 group.add_argument("--temperature", type=float)
-args = vars(parser.parse_args(["--model", sys.argv[1], "--max_model_len=512", "--temperature", "0", "--seed", "1"]))
+flags = ["--enable-chunked-prefill", "--disable-cascade-attn", "--no-enable-prefix-caching", "--spec-method", "suffix"]
+words = ["--model", sys.argv[1], "--max_model_len=512", "--temperature", "0", "--seed", "1", *flags]
+args = vars(parser.parse_args(words))
+assert args["enable_chunked_prefill"] is args["disable_cascade_attn"] is True and args["enable_prefix_caching"] is False
 max_tokens, temperature = args.pop("max_tokens"), args.pop("temperature")
 
 llm = LLM(**args)

@@ -33,6 +33,15 @@ with pytest.raises(ValueError, match="10"):
 (output,) = llm.generate(["2 + 3"], SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=2, logprobs=True))
 assert output.prompt_logprobs[0] is None and len(output.outputs[0].logprobs[0]) == 1
 
+named = SamplingParams(temperature=0, max_tokens=3, logprobs=2, logprob_token_ids=[7, 9])
+(output,) = llm.generate(["2 + 3"], named)
+assert all({7, 9} < at.keys() and len(at) <= 3 for at in output.outputs[0].logprobs)
+(output,) = llm.generate(["2 + 3"], SamplingParams(max_tokens=3, logprob_token_ids=[]))
+assert output.outputs[0].logprobs is None
+for wrong in ({"logprob_token_ids": [7, 9], "logprobs": 3}, {"logprob_token_ids": list(range(129))}):
+    with pytest.raises(ValueError, match=r"logprob_token_ids|logprobs=3"):
+        SamplingParams(**wrong)
+
 params = SamplingParams(n=2, temperature=0.5, max_tokens=8, logprobs=2, stop="<never>", include_stop_str_in_output=True)
 (output,) = llm.generate(["spell banana"], params)
 assert isinstance(output, RequestOutput) and isinstance(output.outputs[0], CompletionOutput)

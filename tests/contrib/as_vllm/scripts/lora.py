@@ -41,10 +41,16 @@ if __name__ == "__main__":
     assert outputs[0].lora_request is one
     assert of_base != of_one != of_two != of_base
     assert texts(llm.generate(prompts, params)) == of_base
+    assert llm.llm_engine.add_lora(two) and llm.llm_engine.list_loras() == {2}  # read before its first request
+    with pytest.raises(ValueError, match="/nowhere"):
+        llm.llm_engine.add_lora(LoRARequest("missing", 9, "/nowhere"))
+    assert llm.llm_engine.remove_lora(2) and not llm.llm_engine.remove_lora(2) and not llm.llm_engine.list_loras()
     asked = [two, None, one, two]
     outputs = llm.generate(prompts * 2, [params] * 4, lora_request=asked, use_tqdm=False)
     assert texts(outputs) == [of_two[0], of_base[1], of_one[0], of_two[1]]
     assert [output.lora_request for output in outputs] == asked
+    llm.enqueue(prompts * 2, params, lora_request=asked)
+    assert texts(llm.wait_for_completion()) == texts(outputs)
     training = make_adapter(3)
     of_step = []
     for step in range(1, 4):  # a loop that saves its adapter again, under a new id or the old one

@@ -1,0 +1,171 @@
+"""thinking_token_budget: a naive oracle of the count, and engines against logits processors that follow it."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from helpers import prompt_of, refuses, run, run_ahead
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm.engine.thinking import Marks, Thinking
+
+START, END = " the", " So: done."
+
+
+def behind(text, mark):
+    return text.rfind(mark) + len(mark) if mark in text else 0
+
+
+def next_in(start, end, alone, budget, prompt, completion):
+    """(Whether a thought is open, the character that must come next or None), of texts with a character a token."""
+    opened, closed = behind(prompt, start), max(behind(prompt, end), behind(prompt, alone))
+    is_open = opened > closed
+    used, since = len(prompt) - opened if is_open else 0, prompt[max(opened, closed) :]
+    for character in completion:
+        since += character
+        if since.endswith((end, alone) if is_open else start):
+            is_open, since = not is_open, ""
+        else:
+            used += is_open
+    if not is_open or used < budget:
+        return is_open, None
+    for text in (end, alone):
+        for n in range(len(text) - 1, 0, -1):
+            if since.endswith(text[:n]):
+                return True, text[n]
+    return True, end[0]
+
+
+TEXTS = st.text("abc", min_size=1, max_size=4)
+
+
+@given(TEXTS, TEXTS, TEXTS, st.integers(0, 6), st.text("abcd", max_size=12), st.text("abcd", min_size=1, max_size=40))
+def test_against_the_naive_count(start, end, alone, budget, prompt, wanted):
+    """Marks of several tokens that overlap with themselves and each other, in the prompt and in the completion."""
+    ids = {text: tuple(map(ord, text)) for text in (start, end, alone)}
+    marks = Marks(ids[start], ids[end], tuple(dict.fromkeys((ids[alone], ids[end]))))
+    thinking, completion = Thinking(marks, budget, np.array([*map(ord, prompt)], np.int32)), ""
+    for character in wanted:
+        is_open, forced = next_in(start, end, alone, budget, prompt, completion)
+        assert thinking.is_open == is_open
+        assert thinking.forced == (None if forced is None else ord(forced))
+        completion += forced or character
+        was_thought = is_open or next_in(start, end, alone, budget, prompt, completion)[0]
+        assert thinking.accept(ord(completion[-1])) == was_thought
+
+
+class Tokenizer:
+    """Ids are characters, but for texts in angle brackets."""
+
+    @staticmethod
+    def encode(text, add_special_tokens):
+        assert not add_special_tokens
+        return [3 if text == "<think>" else 4] if text in ("<think>", "</think>") else [*map(ord, text)]
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "alone"),
+    [(None, None, "</think>"), (None, "Time is up.</think>\n\n", "</think>"), ("[IN]", "so [IN] end [OUT] ", "[OUT]"),
+     ("Thus", "That is it", "That is it"), (" «", "enough, « or » ", "« or »"), ("<a", "b", "b")],
+)  # fmt: skip
+def test_the_mark_alone(start, end, alone):
+    """The model writes it without the phrase before it, which ends a thought, too: answers were cut by the phrase."""
+    marks = Marks.of(Tokenizer, start, end, 1000)
+    texts = (start or "<think>", end or "</think>", alone)
+    start_ids, end_ids, alone_ids = (tuple(Tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+    assert marks == (start_ids, end_ids, tuple(dict.fromkeys((alone_ids, end_ids))))
+
+
+def test_marks_that_the_tokenizer_has_not(demo):
+    """By default those of most models; the demo model's tokenizer splits them."""
+    with refuses("its tokenizer has no tokens '<think>' and '</think>'. Give LLM(reasoning_start_str=..., "):
+        demo.generate("2 + 3", SamplingParams(thinking_token_budget=5))
+    with refuses("the model has no tokens for the mark '»'"):
+        Marks.of(Tokenizer, "«", "»", ord("»"))
+
+
+# -------------------------------------------------------------------- in an engine
+
+
+@pytest.fixture(scope="module")
+def thinker():
+    """A step ahead of its tokens, with room for half of the requests, so that they are preempted."""
+    with LLM(device="cpu", quiet=True, kvcache_block_size=16, max_num_seqs=8, max_model_len=256, num_kvcache_blocks=24,
+             max_num_batched_tokens=64, reasoning_start_str=START, reasoning_end_str=END) as llm:  # fmt: skip
+        yield run_ahead(llm)
+
+
+def follower(llm, budget):
+    """A logits processor that computes the count anew for each token."""
+    marks = Marks.of(llm.tokenizer, START, END, 1024)
+
+    def follow(prompt_ids, token_ids, logits):
+        texts = ["".join(map(chr, ids)) for ids in (marks.start, marks.end, marks.ends[0], prompt_ids, token_ids)]
+        _, forced = next_in(*texts[:3], budget, *texts[3:])
+        if forced is not None:
+            logits[:] = -torch.inf
+            logits[ord(forced)] = 0.0
+        return logits
+
+    return follow
+
+
+CHANGES = ({"temperature": 0}, {"top_k": 5}, {"top_p": 0.8, "presence_penalty": 2.0}, {"repetition_penalty": 2.0},
+           {"n": 3}, {"logit_bias": {288: 9.0, 290: 9.0}}, {"stop": ["on", "do"]}, {"min_tokens": 20}, {"logprobs": 1},
+           {"allowed_token_ids": list(range(20, 400))}, {"bad_words": ["the", " So"]}, {"stop_token_ids": [16, 28]},
+           {"include_stop_str_in_output": True, "stop": "done"})  # fmt: skip
+
+
+def test_as_a_function_does(thinker):
+    """Random requests side by side; masks and bad words, which forbid the end, come before it, as the function does.
+    Noise depends on the place alone, so the tokens behind the end are equal, too."""
+    rng = random.Random(0)
+    start, end = (thinker.tokenizer.encode(text) for text in (START, END))
+    prompts, budgets, changes = [], [], []
+    for i in range(3 * len(CHANGES)):
+        ids = prompt_of(rng.randrange(1, 40), seed=i)
+        prompts.append(ids + rng.choice(([], start, [*start, *ids[:3]], [*start, *end], [*start, 5, *end[:2]])))
+        budgets.append(rng.choice((0, 1, 2, 5, 9)))
+        more = {"temperature": 1.0, "seed": i, "max_tokens": 24, "ignore_eos": i % 3 > 0, "logit_bias": {start[0]: 6.0}}
+        changes.append({**more, **CHANGES[i % len(CHANGES)]})
+    rows = list(zip(changes, budgets, strict=True))
+    given = [SamplingParams(**each, thinking_token_budget=budget) for each, budget in rows]
+    twins = [SamplingParams(**each, logits_processors=[follower(thinker, budget)]) for each, budget in rows]
+    before = thinker.scheduler.num_preemptions
+    outputs, others = (run(thinker, prompts, params) for params in (given, twins))
+    assert thinker.scheduler.num_preemptions > before
+    ends = ("token_ids", "text", "finish_reason", "stop_reason")
+    found, expected = ([[getattr(c, name) for name in ends] for output in each for c in output.outputs]
+                       for each in (outputs, others))  # fmt: skip
+    assert found == expected
+    assert sum(END in output["text"] for output in outputs) > 15
+
+
+def test_streamed(thinker):
+    params = SamplingParams(temperature=0, max_tokens=30, thinking_token_budget=3)
+    (whole,) = run(thinker, ["what is the"], [params])
+    deltas = [delta["text"] for delta in thinker.stream("what is the", params)]
+    assert "".join(deltas) == whole["text"] and END in whole["text"] and len(deltas) > 20
+
+
+@pytest.mark.parametrize(
+    ("prompt", "bias", "opens"), [("what is the", 0, ""), ("2 + 3", 50.0, START), ("2 + 3", 0, None)]
+)
+def test_structured_outputs_begin_behind_the_thoughts(prompt, bias, opens, thinker):
+    """A thought is free, without an end of the text; the model may open one first, and a prompt need not."""
+    (start,) = thinker.tokenizer.encode(START)
+    params = SamplingParams(
+        temperature=0, max_tokens=40, thinking_token_budget=4,
+        structured_outputs=StructuredOutputsParams(regex=r"\d{3}!"), logit_bias={start: bias, 2: 30.0},
+    )  # fmt: skip
+    (output,) = run(thinker, [prompt], [params])
+    thought, end, text = output["text"].rpartition(END)
+    assert output["finish_reason"] == "stop" and len(text) == 4 and text[:3].isdigit() and text[3] == "!"
+    if opens is None:
+        assert not end
+    else:
+        assert end and thought.startswith(opens)
+        assert len(output["token_ids"]) == len(thinker.tokenizer.encode(opens + END)) + 4 + 4 + 1
