@@ -275,7 +275,6 @@ def test_several_images(llm):
     ({"prompt": ONE, "multi_modal_data": {}}, "1 image placeholders (token 190) and 0 images"),
     (asks(PAGE, text="Read."), "0 image placeholders (token 190) and 1 images"),
     (asks(PAGE, OTHER), "1 image placeholders (token 190) and 2 images"),
-    (asks(PAGE, text=ONE * 2), "2 image placeholders (token 190) and 1 images"),
     (asks(*[PAGE] * 4, text=ONE * 4), "4 images; LLM(limit_mm_per_prompt={'image': 3}) allows 3"),
     ({"prompt": ONE, "multi_modal_data": {"video": [1]}}, "multi_modal_data cannot have 'video'"),
     ({"prompt": ONE, "multi_modal_data": {"audio": 1, "image": PAGE}}, "multi_modal_data cannot have 'audio'"),
@@ -348,6 +347,7 @@ BAD = {
     "404": ("SITE/missing", "cannot be fetched: HTTP Error 404"),
     "ftp": ("ftp://127.0.0.1/page.png", "cannot be read: No such file"),
     "closed": ("http://127.0.0.1:9/page.png", "cannot be fetched"),
+    "places": (asks(PAGE, text=ONE * 2), "2 image placeholders (token 190) and 1 images"),
     "long": (asks(*[image(90, 90, i) for i in range(3)], text=ONE * 3 + "x" * 560), "max_model_len"),
 }
 

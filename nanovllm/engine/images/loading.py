@@ -117,7 +117,7 @@ class ImageLoader:
         """
         prompt = {"prompt": prompt} if isinstance(prompt, str) else prompt
         text, ids = split_prompt({key: prompt[key] for key in prompt if key not in KEYS})
-        if is_text := ids is None:
+        if ids is None:
             (ids,) = self._tokenizer.encode([self.vision.placed(str(text))])
         sources, options = self._sources(prompt), prompt.get("mm_processor_kwargs") or {}
         if not isinstance(options, Mapping):
@@ -126,8 +126,8 @@ class ImageLoader:
         self._processor(options, RequestError)
         ids = as_token_ids(ids)
         num_placeholders = np.count_nonzero(ids == self.vision.image_token_id)
-        # ids may have one for each token of the images, and others that the model has sampled
-        if num_placeholders != len(sources) and (is_text or num_placeholders < len(sources) or not sources):
+        # more than images: one for each of their tokens, and others that the model has sampled
+        if num_placeholders != len(sources) and (num_placeholders < len(sources) or not sources):
             raise wrong_count(self.vision, num_placeholders, len(sources))
         return text, ids, self.load(sources, options) if processes else (sources, options)
 
