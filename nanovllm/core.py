@@ -45,8 +45,7 @@ class Sequence:
         group_id: the same for all completions of one prompt; they share its blocks. None: seq_id.
 
     Attributes:
-        readout: results of its prompt besides tokens, or None.
-        attachment: inputs of its prompt besides tokens, or None.
+        readout, attachment: results and inputs of its prompt besides tokens, or None.
         allowed_mask: tokens it may sample, a bit each, int32 [ceil(V / 32)], or None.
         req_idx: while it runs, its request slot: its row in every table of host and devices; else -1.
     """

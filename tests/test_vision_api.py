@@ -379,6 +379,19 @@ def test_an_error_names_the_image(llm):
         llm.add_request(asks(PAGE, b"x", text=ONE * 2), THREE)
 
 
+def test_sequences_that_cannot_be_made_are_their_requests_error(llm, answer, monkeypatch):
+    """They are made when the images are there, between two steps of all."""
+
+    def make(seq):
+        raise ValueError("no room")
+
+    monkeypatch.setattr(llm._inputs._token_processors, "make", make)
+    futures = [llm.submit(asks(PAGE), params) for params in (THREE, greedy(3, logprobs=1), THREE)]
+    first, second, third = (future.result() for future in futures)
+    assert first["token_ids"] == third["token_ids"] == answer
+    assert second["finish_reason"] == "error" and "no room" in why_of(second)
+
+
 def test_bounds_of_bytes(llm, monkeypatch):
     monkeypatch.setattr(sources, "MAX_BYTES", 100)
     outputs = run(llm, [asks(PNG), asks("page 1.png"), asks(DATA_URL)], THREE)

@@ -1,4 +1,4 @@
-"""The images of a prefill: the rows of each image that its tokens take, and their positions."""
+"""Messages of a prefill with images: the rows of features that its tokens take, and their rotary positions."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class ImageRows:
-    """Features [start, stop) of an image of ``num_tokens``, for as many packed tokens of a chunk.
+    """Features [start, stop) of an image of ``num_tokens``, for the packed tokens of a chunk.
 
     Attributes:
         digest: of the contents.
@@ -30,7 +30,7 @@ class ImageRows:
 
 @dataclass(frozen=True)
 class ImagePart:
-    """The images and positions of a prompt in a chunk of n tokens.
+    """The images in a chunk of n tokens, and the positions of these.
 
     Attributes:
         rows: of the images in the chunk, in the order of their tokens.
