@@ -115,6 +115,7 @@ class Harness:
             tensor_parallel_size=1,
             max_logprobs=20,
             language_model_only=True,
+            reasoning_start_str=None, reasoning_end_str=None,
             speculates=method is not None and recurrent_rows is None,
             speculative_config=method and SpeculativeConfig.of(DRAFTED),
         )

@@ -487,7 +487,8 @@ def test_bad_words_of_tokens_that_the_model_lacks():
 
 def walked(tokenizer, regex, allowed, bad, *token_ids):
     """What may follow ``token_ids`` under a regex and bad words; all tokens but ``allowed`` are bad words."""
-    config = SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCAB))
+    marks = {"reasoning_start_str": None, "reasoning_end_str": None}
+    config = SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCAB), **marks)
     processors = TokenProcessors(config, SimpleNamespace(tokenizer=tokenizer), tuple(EOS))
     processor = processors.make(Sequence([5], SamplingParams(structured_outputs=Params(regex=regex))))
     processor.bad_words = bad_words_of([*([i] for i in range(VOCAB) if i not in allowed), *bad])
