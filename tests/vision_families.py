@@ -195,7 +195,7 @@ class Twin:
     def __init__(self, model, path):
         from transformers import AutoImageProcessor
 
-        self.model, self.processor = model, AutoImageProcessor.from_pretrained(path, backend="pil")
+        self.model, self.processor = model, AutoImageProcessor.from_pretrained(path)
 
     def inputs(self, ids, images):
         if not images:

@@ -77,8 +77,10 @@ class VisionTower(nn.Module):
             pixels = [F.pad(x, (0, width - x.shape[3], 0, height - x.shape[2])) for x in pixels]
         sizes = {name: torch.cat([image[name] for image in images]) for name in SIZES if name in images[0]}
         output = self.model.get_image_features(torch.cat(pixels), **sizes)
-        columns = [output.pooler_output, *getattr(output, "deepstack_features", ())]  # of each image
-        return torch.cat([torch.cat([*each]) for each in columns], dim=-1)
+        columns = [output.pooler_output, *getattr(output, "deepstack_features", ())]
+        # of each image, or by version of transformers of all: [tokens, C]
+        columns = [each.flatten(0, -2) if isinstance(each, torch.Tensor) else torch.cat(each) for each in columns]
+        return torch.cat(columns, dim=-1)
 
     def blank(self, num_tokens: int, device: torch.device) -> dict[str, torch.Tensor]:
         """Pixels of about this number of tokens: one image with two rows of them, or several of the largest size."""
