@@ -336,8 +336,7 @@ class SamplingParams(Parameters):
     @property
     def looks_at_tokens(self) -> bool:
         """Whether the host has a part in it: masks, budgets, stops, repetitions, log-probabilities, functions."""
-        given = self.allowed_token_ids, self.thinking_token_budget, self.num_logprobs
-        return self.is_constrained or bool(self.ends_by_content or self.logits_processors) or given != (None,) * 3
+        return self.is_constrained or bool(self.ends_by_content or self.logits_processors) or LOOKED_AT(self) != UNSET
 
     @property
     def num_logprobs(self) -> int | None:
@@ -358,6 +357,8 @@ class SamplingParams(Parameters):
         return self.temperature < MIN_TEMPERATURE
 
 
+# of further parameters that the host looks at
+LOOKED_AT, UNSET = attrgetter("allowed_token_ids", "thinking_token_budget", "logprobs", "logprob_token_ids"), (None,) * 4
 RULES = rules_of(SamplingParams)
 VALUES_OF = attrgetter(*(parameter.name for parameter in fields(SamplingParams)))
 DEFAULTS = {parameter.name: parameter.default for parameter in fields(SamplingParams)}
