@@ -358,7 +358,8 @@ class SamplingParams(Parameters):
 
 
 # of further parameters that the host looks at
-LOOKED_AT, UNSET = attrgetter("allowed_token_ids", "thinking_token_budget", "logprobs", "logprob_token_ids"), (None,) * 4
+LOOKED_AT = attrgetter("allowed_token_ids", "thinking_token_budget", "logprobs", "logprob_token_ids")
+UNSET = (None,) * 4
 RULES = rules_of(SamplingParams)
 VALUES_OF = attrgetter(*(parameter.name for parameter in fields(SamplingParams)))
 DEFAULTS = {parameter.name: parameter.default for parameter in fields(SamplingParams)}
