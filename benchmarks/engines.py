@@ -81,25 +81,24 @@ class NanoVLLM(Engine):
         return [output["token_ids"] for output in self.llm.generate(prompts, params, use_tqdm=False)]
 
     def generate_with_images(self, prompts, images, is_ready, max_tokens, temperature):
-        from nanovllm.engine.images.loading import ImageLoader
-
-        load = ImageLoader._load
         if is_ready:
+            from nanovllm.engine.images.loading import Image
+
             loader = self.llm._inputs.attachments
-            ready = dict(zip(images, loader.threads.map(lambda image: load(loader, image, {}), images), strict=True))
-            for image in ready.values():
-                pixels = loader.let_go(image._key) or loader.process(image._source, image._options)
-                image.take_pixels = lambda pixels=pixels: pixels
-            ImageLoader._load = lambda _, source, options: ready[source]
+
+            def ready(source: bytes) -> Image:
+                image = Image(loader, source, {})
+                pixels = image.take_pixels()
+                image.take_pixels = lambda: pixels
+                return image
+
+            images = list(loader.threads.map(ready, images))
         given = [
             {"prompt_token_ids": ids, "multi_modal_data": {"image": image}}
             for ids, image in zip(prompts, images, strict=True)
         ]
-        try:
-            start = perf_counter()
-            return self.generate(given, max_tokens, temperature), perf_counter() - start
-        finally:
-            ImageLoader._load = load
+        start = perf_counter()
+        return self.generate(given, max_tokens, temperature), perf_counter() - start
 
     def embed(self, prompts):
         return [output.embedding for output in self.llm.embed(prompts, True, use_tqdm=False)]

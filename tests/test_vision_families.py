@@ -116,7 +116,8 @@ def test_on_a_gpu(checkpoint, dtype, tolerance):
         want = twin.logits(ids, images).log_softmax(-1)[range(len(tokens) - 1), tokens[1:]]
         pairs = zip(output.prompt_logprobs[1:], tokens[1:], strict=True)
         found = torch.tensor([logprobs[token].logprob for logprobs, token in pairs])
-        assert (found - want).abs().mean() < tolerance
+        # another rounding may choose other experts
+        assert (found - want).abs().mean() < tolerance * (10 if "moe" in path else 1)
         assert len(output.outputs[0].token_ids) == N
 
 

@@ -121,11 +121,11 @@ def token_logprobs_kernel(
 
     if named_ptr is not None:
         nth = tl.arange(0, BLOCK_N)
-        ids = tl.load(named_ptr + row * num_named + nth, mask=nth < num_named, other=-1)
-        x = load_scaled(logits_ptr, tl.maximum(ids, 0), vocab_size, scale, threshold)
-        tl.store(packed_ptr + 2 + nth, ids, mask=ids >= 0)
-        tl.store(packed_ptr + 2 + width + nth, logprob_bits(x, largest, log_sum_exp), mask=ids >= 0)
-        num_top = tl.where(tl.max(ids) >= 0, 0, num_top)
+        named = tl.load(named_ptr + row * num_named + nth, mask=nth < num_named, other=-1)
+        x = load_scaled(logits_ptr, tl.maximum(named, 0), vocab_size, scale, threshold)
+        tl.store(packed_ptr + 2 + nth, named, mask=named >= 0)
+        tl.store(packed_ptr + 2 + width + nth, logprob_bits(x, largest, log_sum_exp), mask=named >= 0)
+        num_top = tl.where(tl.max(named) >= 0, 0, num_top)
 
     if group_max_ptr is not None:
         empty = -(2**31)  # below the key of -inf: no logit of the group is left
