@@ -155,7 +155,7 @@ def _require_domain(url: str, allowed: Permissions) -> None:
 def _fetch(url: str, allowed: Permissions) -> bytes:
     try:
         _require_domain(url, allowed)
-        # without a handler of files or of FTP
+        # its handlers of files and of FTP are out of reach: the scheme of every hop is checked
         opener = urllib.request.build_opener(_Redirects(allowed))
         request = urllib.request.Request(url, headers={"User-Agent": "nanovllm"})
         with opener.open(request, timeout=TIMEOUT_S) as response:
