@@ -17,7 +17,6 @@ import ctypes
 import multiprocessing
 import os
 import pickle
-import secrets
 import shutil
 import signal
 import sys
@@ -67,7 +66,7 @@ class Workers:
         self._context: Any = multiprocessing.get_context(START_METHOD)
         self._memory = self._context.RawArray(ctypes.c_char, Channel.NUM_BYTES)
         self._channel = Channel(self._memory, 0, size)
-        self._directory = os.path.join(tempfile.gettempdir(), f"nanovllm-{secrets.token_hex(8)}")
+        self._directory = os.path.join(tempfile.gettempdir(), f"nanovllm-{os.urandom(8).hex()}")
         self._pipes: dict[int, connection.Connection] = {}
         self._reports: dict[str, dict[int, Any]] = defaultdict(dict)  # by kind and rank, see ``Worker.report``
         self._grace_s: float | None = None  # from the end until the workers are killed; 0 if nobody told them to leave

@@ -5,14 +5,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as ListLike
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.callers import Caller, collect
 from nanovllm.engine.futures import RequestFuture
 from nanovllm.engine.guard import Guard
-from nanovllm.engine.images.loading import ImageLoader
+from nanovllm.engine.images.factory import Refusal
 from nanovllm.engine.images.messages import take_images
-from nanovllm.engine.images.turns import POLL_S, Draft, Turns
 from nanovllm.engine.input_processor import Params
 from nanovllm.engine.request import Request
 from nanovllm.engine.text.prompts import Prompt, as_prompts
@@ -21,6 +20,12 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.verbs.chat import Chat, Conversation
 from nanovllm.verbs.streaming import Streaming
+
+if TYPE_CHECKING:
+    from nanovllm.engine.images.loading import ImageLoader
+    from nanovllm.engine.images.turns import Draft
+
+POLL_S = 0.02  # of images, while the engine has nothing to do
 
 
 class ImageVerbs(Chat, Streaming):
@@ -104,13 +109,15 @@ class ImageVerbs(Chat, Streaming):
     # ---------------------------------------------------------------- a window of images
 
     @property
-    def _loader(self) -> ImageLoader | None:
-        return self._inputs.attachments if isinstance(self._inputs.attachments, ImageLoader) else None
+    def _loader(self) -> "ImageLoader | None":
+        return None if isinstance(self._inputs.attachments, Refusal) else self._inputs.attachments
 
     def _begin(self, prompt: Prompt, params: SamplingParams, index: int) -> Any:
         """A draft of a prompt with images, or else the request. Checks all that needs no image to be opened."""
         if self._loader is None or not self._loader.takes(prompt):
             return super()._begin(prompt, params, index)
+        from nanovllm.engine.images.turns import Draft
+
         text, ids, given = self._loader.begin(prompt, processes=False)
         self._inputs.checks.check_ids("token id", ids)
         return Draft(self._inputs.request(text, ids, params, index), *given)
@@ -120,6 +127,8 @@ class ImageVerbs(Chat, Streaming):
         if self._loader is None:
             yield from requests
             return
+        from nanovllm.engine.images.turns import Turns
+
         iterator = iter(requests)
         turns, has_work = Turns(self._inputs, self._loader, lambda: next(iterator, None)), False
         while turns:
@@ -137,6 +146,8 @@ class Feeder(Caller):
     """Queues requests of ``submit`` between two steps, as their images are there; never asked for results itself."""
 
     def __init__(self, engine: ImageVerbs):
+        from nanovllm.engine.images.turns import Turns
+
         super().__init__()
         self._engine = weakref.ref(engine)  # which holds this
         self.drafts: deque[Draft] = deque()

@@ -1,13 +1,21 @@
-"""Whether an engine takes images, and why not."""
+"""Whether an engine takes images, and why not. What loads them is imported by an engine that does."""
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Union
 
 from nanovllm.config import Config
-from nanovllm.engine.images.loading import ImageLoader, has_images
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.errors import CheckpointError, RequestError
 from nanovllm.models.vision import VisionConfig
+
+if TYPE_CHECKING:
+    from nanovllm.engine.images.loading import ImageLoader
+
+KEYS = ("multi_modal_data", "mm_processor_kwargs")
+
+
+def has_images(prompt: Any) -> bool:
+    return isinstance(prompt, Mapping) and any(prompt.get(key) for key in KEYS)
 
 
 class Refusal:
@@ -22,7 +30,7 @@ class Refusal:
         raise RequestError(f"this engine takes no images: {self._reason}.")
 
 
-def make_images(config: Config, tokenizer: AsyncTokenizer) -> ImageLoader | Refusal | None:
+def make_images(config: Config, tokenizer: AsyncTokenizer) -> Union["ImageLoader", Refusal, None]:
     """None for checkpoints without a vision tower that is supported."""
     if config.language_model_only:
         return Refusal("it was made with language_model_only=True")
@@ -36,6 +44,8 @@ def make_images(config: Config, tokenizer: AsyncTokenizer) -> ImageLoader | Refu
             f"one has {vision.num_whole} tokens, which attend each other both ways, and a launch takes "
             f"{config.max_num_batched_tokens}; raise max_num_batched_tokens"
         )
+    from nanovllm.engine.images.loading import ImageLoader
+
     try:
         return ImageLoader(vision, config, tokenizer)
     except CheckpointError as error:  # of its image processor, which text does not need

@@ -19,6 +19,7 @@ import numpy as np
 
 from nanovllm.config import Config
 from nanovllm.engine.images.attachment import Images, wrong_count
+from nanovllm.engine.images.factory import KEYS, has_images
 from nanovllm.engine.images.sources import Permissions, open_image, read_source
 from nanovllm.engine.text.prompts import as_token_ids, split_prompt
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
@@ -30,12 +31,6 @@ from nanovllm.validation import did_you_mean
 MAX_PIXEL_BYTES = 2 << 30
 NO_LIMIT = 999  # images of a prompt
 NUM_THREADS = min(16, os.cpu_count() or 1)
-KEYS = ("multi_modal_data", "mm_processor_kwargs")
-
-
-def has_images(prompt: Any) -> bool:
-    return isinstance(prompt, Mapping) and any(prompt.get(key) for key in KEYS)
-
 
 class Image:
     """One image of a prompt; its source is kept until the request is finished.

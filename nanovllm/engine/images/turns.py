@@ -16,7 +16,6 @@ from nanovllm.engine.text.prompts import as_token_ids
 from nanovllm.errors import as_request_error
 
 AHEAD = 2 * NUM_THREADS  # images that load, and requests that wait for theirs
-POLL_S = 0.02
 
 
 @dataclass
