@@ -60,6 +60,7 @@ TOWERS = {
     ),
 }  # fmt: skip
 
+
 class VisionConfig(NamedTuple):
     """The tower of a checkpoint.
 
