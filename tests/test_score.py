@@ -191,7 +191,7 @@ def test_perplexity_of_texts(demo, monkeypatch):
     assert one == pytest.approx(expected[0], rel=1e-4) and nothing == []
     bos = {"what is": "<|im_start|>what is"}  # a tokenizer that begins texts: the first word counts, too
     encode = demo._tokenizer.encode
-    monkeypatch.setattr(demo._tokenizer, "encode", lambda texts, **more: encode([bos[t] for t in texts], **more))
+    monkeypatch.setattr(demo._tokenizer, "encode", lambda texts, *more: encode([bos[t] for t in texts], *more))
     begun = cross_entropy(model, demo.tokenizer("<|im_start|>what is")["input_ids"])
     assert demo.perplexity("what is") == pytest.approx([np.exp(begun)], rel=1e-4)
     monkeypatch.undo()

@@ -105,7 +105,8 @@ def test_special_tokens_are_text_only_if_they_are_kept(demo):
 
 
 def test_stop_strings_that_are_special_tokens_are_said_once(demo, caplog):
-    config = SimpleNamespace(model_config=SimpleNamespace(vocab_size=1024))
+    marks = {"reasoning_start_str": None, "reasoning_end_str": None}
+    config = SimpleNamespace(model_config=SimpleNamespace(vocab_size=1024), **marks)
     processors = TokenProcessors(config, SimpleNamespace(tokenizer=demo.tokenizer), (IM_END,))
     processors.check(SamplingParams(stop=["<im_end>", "im_end", "<|im_"]))
     processors.check(SamplingParams(stop="<|im_end|>", skip_special_tokens=False))

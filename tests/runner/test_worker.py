@@ -6,6 +6,7 @@ and killed. The same tests run on GPUs with ``-m multigpu``.
 
 import _thread
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -205,7 +206,10 @@ def test_rank_0_that_raises(start, monkeypatch):
 
 
 def finds_no_weights(worker, config):
-    object.__setattr__(config, "model_path", config.model_path + "/nowhere")
+    nowhere = Path(config.model_path, "nowhere")
+    nowhere.mkdir(exist_ok=True)
+    shutil.copy(nowhere.parent / "config.json", nowhere)
+    object.__setattr__(config, "model_path", str(nowhere))
     worker_module.worker_main(worker, config)
 
 
