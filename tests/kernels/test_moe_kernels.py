@@ -605,7 +605,7 @@ def test_layer_with_a_shared_expert(num_tokens, shared_size, monkeypatch):
     """
     config = SimpleNamespace(
         hidden_size=32, act="silu", moe=MoEConfig(8, 3, 12, shared_size=shared_size),
-        family=Family(experts="softmax", has_shared_gate=True), fp8_block=lambda *_: None,
+        family=Family(experts="softmax", has_shared_gate=True), precision=lambda *_: None,
         mlp_bias=False, residual_scale=1.0, quant_method=None,
     )  # fmt: skip
     context = SimpleNamespace(slot_mapping=slots(num_tokens))

@@ -71,7 +71,10 @@ UNSET = """served_model_name swap_space enable_chunked_prefill max_num_partial_p
     collect_detailed_traces otlp_traces_endpoint show_hidden_metrics_for_version data_parallel_backend"""
 HINTS = {name: value for value, names in ((True, ON), (False, OFF), (None, UNSET)) for name in names.split()}
 DEFAULTS: dict[str, Any] = {**OWN, **PASSED, **{name: values[0] for name, values in NEUTRAL.items()}, **HINTS}
-PUBLISHED = ("compressed-tensors", "modelopt", "mxfp4")  # a checkpoint's own; "fp8" is also nanovllm's option
+# A checkpoint's own quantizations, and names of vLLM's kernels for them; "fp8" is also nanovllm's option.
+PUBLISHED = {name: name for name in ("compressed-tensors", "modelopt", "mxfp4", "awq", "gptq", "auto-round")} | {
+    "awq_marlin": "awq", "gptq_marlin": "gptq", "inc": "auto-round",
+}  # fmt: skip
 
 
 def check(keywords: dict[str, Any]) -> None:
@@ -123,7 +126,7 @@ def to_nanovllm(keywords: dict[str, Any]) -> dict[str, Any]:
         given["num_kvcache_blocks"] = -(-blocks * (block_size or 16) // given["kvcache_block_size"])
     if (method := given.get("quantization")) in PUBLISHED:
         config = config_of(keywords["model"], given.get("revision"))
-        if (published := config.model_config.quant_method) != method:
+        if (published := config.model_config.quant_method) != PUBLISHED[method]:
             has = "none" if published is None else repr(published)
             raise ConfigError(
                 f"LLM: quantization={method!r} names the quantization of a checkpoint, and {config.model_path} has "

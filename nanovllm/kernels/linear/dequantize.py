@@ -40,7 +40,7 @@ def dequantized(weight, dtype):
     """The Weight in `dtype`, without scales; as it is if it has none."""
     if weight.scale is None:
         return weight
-    if not has_e4m3(weight.data.device):
+    if weight.is_int4 or not has_e4m3(weight.data.device):
         return Weight(weight.dequantize(dtype))
     num_features, num_channels = weight.data.shape
     assert weight.data.is_contiguous() and weight.scale.is_contiguous()

@@ -95,8 +95,12 @@ def takes_mxfp4():
 
 def usable(weight, dtype):
     """The Weight as it is if the kernels can widen it, else in `dtype`."""
-    if weight.scale is None or weight.is_mxfp4 or (scale_group(weight) % 16 == 0 and has_e4m3(weight.data.device)):
+    if weight.scale is None or weight.is_mxfp4:
         return weight
+    if not weight.is_int4 and scale_group(weight) % 16 == 0 and has_e4m3(weight.data.device):
+        return weight
+    if weight.is_int4:
+        return Weight(weight.dequantize(dtype))
     flat = Weight(weight.data.flatten(0, 1), weight.scale.flatten(0, 1))
     return Weight(dequantized(flat, dtype).data.view(weight.data.shape))
 

@@ -18,8 +18,10 @@ for used in (get_tensor_model_parallel_rank, lambda: ModelRegistry.register_mode
 with pytest.raises(ValueError, match=r"generate: guided_options_request='x' is not supported by nanovllm"):
     LLM.generate(None, "x", guided_options_request="x")
 
-with pytest.raises(ValueError, match=r"quantization='awq' must be None or 'fp8'\."):
+with pytest.raises(ValueError, match=r"quantization='awq' names the quantization of a checkpoint, and .* has none"):
     LLM(model=sys.argv[1], quantization="awq")
+with pytest.raises(ValueError, match=r"quantization='bitsandbytes' must be None or 'fp8'\."):
+    LLM(model=sys.argv[1], quantization="bitsandbytes")
 with pytest.raises(ValueError, match=r"no option 'quantisation'\. Did you mean 'quantization'\?"):
     LLM(model=sys.argv[1], quantisation=None)
 with pytest.raises(ValueError, match=r"pipeline_parallel_size=2 is not supported; nanovllm allows 1\."):
