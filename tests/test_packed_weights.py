@@ -516,7 +516,7 @@ def test_an_engine_in_bf16(published, make_llm, monkeypatch):
     but for rounding."""
     path, _, model = published("qwen3", "compressed-tensors", ASYMMETRIC | {"size": 32})
     llm = make_llm(model=path, dtype="bfloat16", max_model_len=256, num_kvcache_blocks=16)
-    assert "INT4 weights (dequantized in steps of more than 16 tokens);" in describe(llm.config, llm.model_runner)
+    assert "INT4 weights (dequantized in steps of more than 48 tokens);" in describe(llm.config, llm.model_runner)
     layers = llm.model_runner.model.model.layers
     assert None not in (layers[0].mlp.gate_up_proj.packed, layers[0].mlp.down_proj.packed)
     prompts = [IDS[:30], IDS[:5]]

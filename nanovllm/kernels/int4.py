@@ -13,7 +13,7 @@ MIDDLE = 8  # the zero of a symmetric weight
 # What torch's product of 4-bit weights on the CPU takes. In fp32 and fp16 it takes 25 times as long as in bf16.
 CPU_GROUPS, CPU_FEATURES, CPU_DTYPE = (256, 128, 64, 32), 16, torch.bfloat16
 # Tokens up to which it is faster than dequantizing the weight, which takes 0.5 ns a number.
-MAX_TOKENS_CPU = 16
+MAX_TOKENS_CPU = 48
 
 
 def codes_of(words, bits=4):
