@@ -9,6 +9,7 @@ from dataclasses import replace
 import families
 import fp8_checkpoints
 import mxfp4_checkpoints
+import packed_checkpoints
 import pytest
 import torch
 from helpers import generate, greedy, interpret_fp8_exactly
@@ -108,6 +109,16 @@ def test_fp8_weights(tmp_path, check_same):
     model = families.make(tmp_path, "qwen3", num_hidden_layers=1, layer_types=None)
     fp8_checkpoints.write(tmp_path, model, "qwen")
     check_same({"model": str(tmp_path), "max_model_len": 256}, [[5, 6, 7]], greedy(2))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("form, scheme", [("gptq", {"size": 32, "act_order": True}), *at_night(("awq", {}))])
+def test_integers_of_four_bits(form, scheme, tmp_path, check_same):
+    """The GEMV and tiles read the words; where rows cut groups to fewer than 32 channels they are dequantized."""
+    model = families.make(tmp_path, "qwen3", **packed_checkpoints.SIZES | {"num_hidden_layers": 1})
+    packed_checkpoints.write(tmp_path, model, form, **scheme)
+    llm, _ = check_same({"model": str(tmp_path), "max_model_len": 256}, [[5, 6, 7], [100]], greedy(2))
+    assert llm.model_runner.model.model.layers[0].mlp.down_proj.weight.dtype == torch.int32
 
 
 @torch.inference_mode()

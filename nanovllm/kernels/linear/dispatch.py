@@ -15,13 +15,15 @@ With e4m3 weights a single token is multiplied in its own 16 bits (W8A16). From 
 quantized to e4m3 as well (W8A8), which the FP8 tensor cores multiply at twice the rate of 16 bits: the fastest there
 (docs/experiments.md). The references do not quantize tokens. Elsewhere the weight is dequantized at each call, which is
 right, and slow. So it is for more than 256 tokens with scales of 128 channels that are not those of whole blocks of
-128 x 128, as when a rank's shard cuts blocks. Weights of 4-bit integers are dequantized at each call, too.
+128 x 128, as when a rank's shard cuts blocks. Weights of 4-bit integers have kernels of their own for up to 64 tokens
+(int4.py); for more, they are dequantized.
 """
 
 import torch
 import torch.nn.functional as F
 
 from ..launch import compile_only, is_sm90
+from . import int4
 from .dequantize import dequantized, has_e4m3
 from .gemv import gemv
 from .norm import SplitKPartials, rms_norm
@@ -47,10 +49,12 @@ MAX_IDLE_CHANNELS_QKV = 400
 
 def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None, act_mul=None, allow_split_k=False):
     """See reference.fused_linear. May overwrite `residual`, or return SplitKPartials of it with `allow_split_k`."""
+    if weight.is_int4:
+        if int4.multiplies(len(x), weight):
+            return int4.fused_linear(x, weight, bias, norm_weight, eps, residual, act_mul, allow_split_k)
+        x, weight, norm_weight = in_16_bits(x, weight, norm_weight, eps)
     if isinstance(residual, SplitKPartials):
         residual = residual.residual
-    if weight.is_int4:
-        x, weight, norm_weight = in_16_bits(x, weight, norm_weight, eps)
     if len(x) == 1:
         return multiply_token(x, weight, bias, norm_weight, eps, residual, act_mul)
     x, weight = prepare(x, weight, norm_weight, eps)
@@ -60,6 +64,8 @@ def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None,
 def qkv_linear(x, weight, bias, norm_weight, eps, epilogue):
     """See reference.qkv_linear."""
     if weight.is_int4:
+        if int4.multiplies(len(x), weight):
+            return norm_rope_store(int4.fused_linear(x, weight, bias, norm_weight, eps), *epilogue)
         x, weight, norm_weight = in_16_bits(x, weight, norm_weight, eps)
     if len(x) == 1:
         y = multiply_token(x, weight, bias, norm_weight, eps)

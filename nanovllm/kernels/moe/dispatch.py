@@ -100,7 +100,7 @@ def usable(weight, dtype):
     if not weight.is_int4 and scale_group(weight) % 16 == 0 and has_e4m3(weight.data.device):
         return weight
     if weight.is_int4:
-        return Weight(weight.dequantize(dtype))
+        return dequantized(weight, dtype)
     flat = Weight(weight.data.flatten(0, 1), weight.scale.flatten(0, 1))
     return Weight(dequantized(flat, dtype).data.view(weight.data.shape))
 
