@@ -395,10 +395,14 @@ def test_fields_of_weights_that_are_refused():
         config_with(raw)
 
 
-def test_other_formats_are_refused_by_name():
+def test_other_formats_are_refused_by_name(tmp_path):
     for method in ("bitsandbytes", "gguf", "hqq", "quip"):
         with pytest.raises(CheckpointError, match=f"quant_method='{method}' is not supported. Supported are .* 'awq'"):
             config_with({"quant_method": method, "load_in_4bit": True, "bits": 4})
+    (tmp_path / "model.Q4_K_M.gguf").write_bytes(b"GGUF")
+    for path in (tmp_path, tmp_path / "model.Q4_K_M.gguf"):
+        with pytest.raises(CheckpointError, match="' is GGUF, which is not read"):
+            LLM(str(path))
     with pytest.raises(CheckpointError, match="gpt-oss in packed integers is not supported"):
         more = dict(num_local_experts=4, swiglu_limit=7.0, sliding_window=8)
         config_with(config_of("gptq"), "GptOssForCausalLM", **more)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanovllm.kernels import int4 as numbers
-from nanovllm.kernels.linear import dispatch, int4, reference
+from nanovllm.kernels.linear import dispatch, int4, reference, unpack_int4
 from nanovllm.kernels.linear.norm import SplitKPartials, rms_norm
 from nanovllm.kernels.linear.reference import Weight
 
@@ -158,13 +158,13 @@ def test_assembly_of_the_dot_product(zero):
     operands = {i + 1: words[:, i] for i in range(4)}
     operands |= {4 * j + i + 5: as_words(x[:, j, [i, i + 4]].contiguous()) for j in range(4) for i in range(4)}
     operands |= {21: torch.tensor((0x6400 + zero) * 65537), 22: torch.tensor((0xD400 + 16 * zero) * 65537 % 2**32)}
-    got = run_ptx(int4.dot_asm(), operands)["$0"]
+    got = run_ptx(unpack_int4.dot_asm(), operands)["$0"]
     products = x.double() * (codes - zero)
     assert ((got - products.sum((1, 2))).abs() / products.abs().sum((1, 2))).max() < 2**-10
 
 
 @pytest.mark.parametrize("dtype, text, offset, negative", [
-    (torch.bfloat16, int4.UNPACK_BF16, 128, 0xC300), (torch.float16, int4.UNPACK_FP16, 1024, 0xE400),
+    (torch.bfloat16, unpack_int4.UNPACK_BF16, 128, 0xC300), (torch.float16, unpack_int4.UNPACK_FP16, 1024, 0xE400),
 ])  # fmt: skip
 def test_assembly_of_the_unpacking(dtype, text, offset, negative):
     codes = torch.arange(16).repeat(9)[:136].view(17, 8)
