@@ -182,6 +182,54 @@ Q, K, V, O, GATE, UP, DOWN = (
 )  # fmt: skip
 
 
+PUBLISHED = {
+    "Qwen/Qwen3-8B-AWQ": {
+        "backend": "autoawq", "bits": 4, "do_fuse": False, "exllama_config": None, "fuse_max_seq_len": None,
+        "group_size": 128, "modules_to_fuse": None, "modules_to_not_convert": None, "quant_method": "awq",
+        "version": "gemm", "zero_point": True,
+    },
+    "Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4": {
+        "batch_size": 1, "bits": 4, "block_name_to_quantize": None, "cache_block_outputs": True, "damp_percent": 0.01,
+        "dataset": None, "desc_act": False, "exllama_config": {"version": 1}, "group_size": 128, "quant_method": "gptq",
+        "max_input_length": None, "model_seqlen": None, "module_name_preceding_first_block": None, "sym": True,
+        "modules_in_block_to_quantize": None, "pad_token_id": None, "tokenizer": None, "true_sequential": True,
+        "use_cuda_fp16": False, "use_exllama": True,
+    },
+    "TheBloke/Llama-2-7B-Chat-GPTQ": {
+        "bits": 4, "group_size": 128, "damp_percent": 0.1, "desc_act": True, "static_groups": False, "sym": True,
+        "true_sequential": True, "model_name_or_path": None, "model_file_base_name": "model", "quant_method": "gptq",
+    },
+    "of GPTQModel": {
+        "bits": 4, "dynamic": None, "group_size": 128, "desc_act": False, "sym": True, "lm_head": False,
+        "quant_method": "gptq", "checkpoint_format": "gptq", "pack_dtype": "int32", "true_sequential": True,
+        "meta": {"quantizer": ["gptqmodel:2.0.0"], "damp_percent": 0.05, "static_groups": False},
+    },
+    "of AutoRound": {
+        "autoround_version": "0.5.1", "batch_size": 4, "bits": 4, "data_type": "int", "dataset": "pile", "sym": True,
+        "group_size": 128, "iters": 1000, "low_gpu_mem_usage": True, "nsamples": 512, "quant_method": "auto-round",
+        "packing_format": "auto_round:auto_gptq", "to_quant_block_names": "model.language_model.layers",
+        "extra_config": {"model.layers.0.mlp.gate": {"bits": 16, "data_type": "float"}},
+    },
+    "AutoRound's AWQ": {
+        "autoround_version": "0.5.1", "bits": 4, "data_type": "int", "group_size": 128, "iters": 200, "sym": True,
+        "modules_to_not_convert": ["lm_head"], "quant_method": "awq", "version": "gemm", "zero_point": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs(name):
+    """The last field that a program writes must not refuse its files. Every layer is packed."""
+    raw = PUBLISHED[name]
+    config = config_with(raw, "Qwen3MoeForCausalLM" if not raw.get("desc_act") else "Qwen3ForCausalLM")
+    if "to_quant_block_names" in raw:  # of a decoder beside a vision tower
+        assert all(layer.packed == () for layer in config.layers)
+        text = dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]})
+        config = config_with(raw, "Qwen3VLForConditionalGeneration", **text)
+    assert schemes(config, 0, Q, O, DOWN) == [schemes(config, 0, UP)[0]] * 3
+    assert schemes(config, 0, Q)[0].group_size == 128 and schemes(config, 0, Q)[0].bits == 4
+
+
 def test_dynamic_of_gptq():
     """The first rule that matches a name counts; parts of a merged layer that differ are 16 bits here."""
     config = config_with(config_of("gptq") | {"dynamic": {

@@ -23,6 +23,7 @@ from nanovllm.models.quantization_config import (
 from nanovllm.utils.patterns import first_matches
 
 FLAG, UNSET = (True, False), (None, False)
+BLOCKS = "block_name_to_quantize", "to_quant_block_names", "quant_block_list"  # by AutoRound's versions
 # Notes of the programs that quantized, without effect on the numbers that are stored.
 NOTES = (
     "quant_method", "model_name_or_path", "model_file_base_name", "damp_percent", "damp_auto_increment",
@@ -32,18 +33,18 @@ NOTES = (
     "do_fuse", "disable_exllama", "meta", "inference_only", "cache_examples_on_gpu", "mse", "quantizer",
     "autoround_version", "iters", "lr", "minmax_lr", "low_gpu_mem_usage", "seqlen", "nsamples", "enable_quanted_input",
     "enable_minmax_tuning", "enable_norm_bias_tuning", "gradient_accumulate_steps", "amp", "scale_dtype", "provider",
-    "sampler", "to_quant_block_names", "method",
+    "sampler", "method", "supported_types", "static_attention_granularity", "static_kv_granularity",
 )  # fmt: skip
-OF_GPTQ: dict[str, Any] = dict.fromkeys(NOTES, ANY) | {
+OF_GPTQ: dict[str, Any] = dict.fromkeys((*NOTES, *BLOCKS), ANY) | {
     "bits": (4, 8), "group_size": ANY, "sym": FLAG, "desc_act": (None, *FLAG), "dynamic": ANY,
     "checkpoint_format": (None, "gptq", "gptq_v2"), "format": (None, "gptq", "gptq_v2"), "lm_head": UNSET,
-    "modules_in_block_to_quantize": ANY, "block_name_to_quantize": ANY, "is_marlin_format": UNSET, "backend": ANY,
+    "modules_in_block_to_quantize": ANY, "is_marlin_format": UNSET, "backend": ANY,
     "pack_dtype": (None, "int32"), "data_type": (None, "int"), "quant_lm_head": UNSET,
 }  # fmt: skip
-OF_AWQ: dict[str, Any] = dict.fromkeys(NOTES, ANY) | {
+OF_AWQ: dict[str, Any] = dict.fromkeys((*NOTES, *BLOCKS), ANY) | {
     "bits": (4,), "group_size": ANY, "zero_point": (None, True), "version": (None, "gemm", "GEMM"),
     "format": (None, "gemm"), "modules_to_not_convert": ANY, "backend": (None, "autoawq", "auto"), "desc_act": UNSET,
-    "sym": UNSET, "lm_head": UNSET, "checkpoint_format": (None, "gemm"),
+    "sym": (None, *FLAG), "data_type": (None, "int"), "lm_head": UNSET, "checkpoint_format": (None, "gemm"),
 }  # fmt: skip
 # packing_format -> layout of the tensors; without a name it is that of AutoGPTQ
 PACKINGS = {
@@ -56,9 +57,9 @@ OF_LAYER: dict[str, Any] = {
     "act_group_size": ANY, "act_sym": ANY, "act_data_type": ANY, "act_dynamic": ANY, "super_bits": (None,),
     "super_group_size": (None,), "scale_dtype": ANY, "in_blocks": ANY, "fixed_by_user": ANY,
 }  # fmt: skip
-OF_AUTO_ROUND: dict[str, Any] = dict.fromkeys(NOTES, ANY) | OF_LAYER | {
+OF_AUTO_ROUND: dict[str, Any] = dict.fromkeys((*NOTES, *BLOCKS), ANY) | OF_LAYER | {
     "bits": (4, 8), "data_type": (None, "int"), "packing_format": tuple(PACKINGS), "extra_config": ANY,
-    "block_name_to_quantize": ANY, "modules_in_block_to_quantize": ANY, "modules_to_not_convert": ANY, "backend": ANY,
+    "modules_in_block_to_quantize": ANY, "modules_to_not_convert": ANY, "backend": ANY,
     "lm_head": UNSET, "quant_lm_head": UNSET,
 }  # fmt: skip
 WEIGHTS: dict[str, Any] = {
@@ -154,8 +155,8 @@ def of_awq(raw: dict[str, Any], family: Family, names: list[str]) -> Schemes:
             given.setdefault(new, given.pop(old))
     check_fields("", given, OF_AWQ, is_closed=True)
     scheme = PackedInts("awq", 4, group_size_of("group_size", given.get("group_size")), symmetric=False)
-    is_skipped = skipped_modules(raw, family, names)
-    return {name: None if is_skipped(name) else scheme for name in names}
+    is_skipped, is_inside = skipped_modules(raw, family, names), inside_blocks(raw, family)
+    return {name: scheme if is_inside(name) and not is_skipped(name) else None for name in names}
 
 
 def of_gptq(raw: dict[str, Any], family: Family, names: list[str]) -> Schemes:
@@ -259,7 +260,8 @@ def flat(value: Any, where: str) -> list[str]:
 
 def inside_blocks(raw: dict[str, Any], family: Family) -> Callable[[str], bool]:
     """Whether a module is one of the blocks' that the files name, and in them one of the modules; none: all are."""
-    blocks, ends = (flat(raw.get(key), key) for key in ("block_name_to_quantize", "modules_in_block_to_quantize"))
+    blocks = [name for key in BLOCKS for name in flat(raw.get(key), key)]
+    ends = flat(raw.get("modules_in_block_to_quantize"), "modules_in_block_to_quantize")
 
     def is_inside(name: str) -> bool:
         names = spellings(name, family.renamed)

@@ -124,7 +124,12 @@ def to_nanovllm(keywords: dict[str, Any]) -> dict[str, Any]:
     given["kvcache_block_size"] = block_size or 256
     if blocks is not None:  # blocks of vLLM's default size
         given["num_kvcache_blocks"] = -(-blocks * (block_size or 16) // given["kvcache_block_size"])
-    if (method := given.get("quantization")) in PUBLISHED:
+    if (method := given.get("quantization")) not in (None, "fp8", *PUBLISHED):
+        raise ConfigError(
+            f"LLM: quantization={method!r:.200} is not supported; nanovllm allows None, 'fp8' or the checkpoint's own: "
+            f"{', '.join(map(repr, PUBLISHED))}. Take such a checkpoint, or the 16-bit one."
+        )
+    if method in PUBLISHED:
         config = config_of(keywords["model"], given.get("revision"))
         if (published := config.model_config.quant_method) != PUBLISHED[method]:
             has = "none" if published is None else repr(published)

@@ -82,7 +82,7 @@ def in_16_bits(x, weight, norm_weight, eps):
     """The input, the weight of 4-bit integers in 16 bits, and the weight of a norm that is yet to be computed."""
     if weight.order is not None:
         x = x if norm_weight is None else rms_norm(x, norm_weight, eps)
-        x, norm_weight = x[:, weight.order], None
+        x, norm_weight = x.index_select(1, weight.order), None
     return x, dequantized(weight, x.dtype), norm_weight
 
 

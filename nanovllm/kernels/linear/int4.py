@@ -223,7 +223,7 @@ def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None,
     if isinstance(x, SplitKPartials) or (norm_weight is not None and (len(x) > 1 or weight.order is not None)):
         x, norm_weight = rms_norm(x, norm_weight, eps), None
     if weight.order is not None:
-        x = x[:, weight.order]
+        x = x.index_select(1, weight.order)
     if len(x) == 1:
         return int4_gemv(x, weight, bias, norm_weight, eps, residual, act_mul)
     parts = int4_gemm(x, weight)

@@ -224,7 +224,7 @@ def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None,
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
     if weight.order is not None:
-        x = x[:, weight.order]
+        x = x.index_select(1, weight.order)
     if weight.packed is None:
         y = F.linear(x, weight.dequantize(x.dtype), bias)
     elif weight.is_int4:

@@ -13,11 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
+from ..launch import has_large_shared_memory, launch, launch_options, pdl_launch_dependents, pdl_wait
 from ..linear.unpack_int4 import load_zero, uses_asm
 from ..linear.unpack_int4 import unpack_tile as unpack_int4
 from .gemv import gated
 from .unpack import column_of, in_order, load_scales, place_in_tile, unpack_tile
+
+SMALL_BYTES = 96 << 10  # of shared memory for the tiles of all steps in flight, where a program may use 99 KB
 
 
 @triton.jit
@@ -287,6 +289,10 @@ def grouped_gemm(config, x, weight, rows, counts, y, top_k, act=None, weights=No
     usual_rows = min(num_tokens, 2 * num_tokens * top_k // num_experts + 1)
     split_m = triton.cdiv(usual_rows, config.block_m)
     num_stages = config.num_stages if x.data.element_size() < 4 else 2  # of fp32, shared memory holds one step's tiles
+    if not has_large_shared_memory(y.device):
+        of_weight = config.block_n * (2 if gated else 1) * data.element_size() * data.shape[2] // num_channels
+        step_bytes = block_k * (config.block_m * x.data.element_size() + of_weight)
+        num_stages = min(num_stages, 1 + SMALL_BYTES // step_bytes)
     launch(
         grouped_gemm_kernel, (triton.cdiv(num_outputs, config.block_n) * split_m, num_experts),
         x.data, x.scale, data, scale, weight.zero, bias, rows, counts, weights, y, num_tokens, split_m,
