@@ -51,7 +51,9 @@ def describe_packed(model: Any, device: torch.device) -> str:
         linears = [layer for layer in model.modules() if isinstance(layer, ReplicatedLinear)]
         has_product = any(is_int4(layer) and layer.packed is not None for layer in linears)
         steps = f"steps of more than {int4.MAX_TOKENS_CPU} tokens" if has_product else "every step"
-        notes.append(f"dequantized in {steps}")
+        # experts are dequantized in any dtype
+        has_advice = next(model.parameters()).dtype != int4.CPU_DTYPE and model.config.moe is None
+        notes.append(f"dequantized in {steps}" + ", which dtype='bfloat16' avoids" * has_advice)
     what = " with INT4 weights" if num_kept else " with integer weights" if num_widened else ""
     return what + (f" ({'; '.join(notes)})" if notes else "")
 
