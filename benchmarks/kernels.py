@@ -3,7 +3,7 @@
 Checks each operation against its twin first. Times are medians of CUDA graph replays; linear layers run over the
 weights of many distinct layers, so that the L2 cache does not hold them.
 
-    python benchmarks/kernels.py [--shape 0.6b|8b] [--bandwidth 4.3e12]
+    python benchmarks/kernels.py [--shape 0.6b|8b] [--int4] [--bandwidth 4.3e12]
 
 Prints tables for people and, as the last line, one line of JSON: {"table/operation/size": microseconds}.
 """
@@ -203,20 +203,31 @@ def masks_and_penalties(ops, twins, batch_size, num_entries=1024):
     }  # fmt: skip
 
 
-def layer_chains(ops, twins, shape, num_tokens):
-    """All layers but their attention, twice: with our fused linear layers, and with cuBLAS between separate kernels."""
+def new_weight(num_features, num_channels, is_int4):
+    """Of a standard deviation that keeps the size of x; integers have symmetric groups of 128."""
+    if not is_int4:
+        return Weight(randn(num_features, num_channels, scale=num_channels**-0.5))
+    words = torch.randint(-(1 << 31), (1 << 31) - 1, (num_features, num_channels // 8), device="cuda").int()
+    scale = torch.full((num_features, num_channels // 128), num_channels**-0.5 / 4.6, device="cuda")
+    return Weight(words, scale.bfloat16())
+
+
+def layer_chains(ops, twins, shape, num_tokens, is_int4=False):
+    """All layers but their attention, twice: with our fused linear layers, and with cuBLAS between separate kernels.
+
+    With `is_int4` cuBLAS multiplies the dequantized weights.
+    """
     hidden, intermediate, num_heads, num_kv_heads, num_layers = shape
     q_width = num_heads * HEAD_DIM
     qkv_width = q_width + 2 * num_kv_heads * HEAD_DIM
     layers = [
         (
-            Weight(randn(qkv_width, hidden, scale=hidden**-0.5)),
-            Weight(randn(hidden, q_width, scale=q_width**-0.5)),
-            Weight(randn(2 * intermediate, hidden, scale=hidden**-0.5)),
-            Weight(randn(hidden, intermediate, scale=intermediate**-0.5)),
+            new_weight(qkv_width, hidden, is_int4), new_weight(hidden, q_width, is_int4),
+            new_weight(2 * intermediate, hidden, is_int4), new_weight(hidden, intermediate, is_int4),
         )
         for _ in range(num_layers)
-    ]
+    ]  # fmt: skip
+    plain = [[weight.dequantize(torch.bfloat16) for weight in layer] for layer in layers]
     norm_weight = torch.ones(hidden, device="cuda", dtype=torch.bfloat16)
     start = randn(num_tokens, hidden)
     positions = torch.arange(num_tokens, device="cuda", dtype=torch.int32)
@@ -238,24 +249,26 @@ def layer_chains(ops, twins, shape, num_tokens):
 
     def cublas():
         x = start.clone()
-        for qkv, o, gate_up, down in layers:
-            q = ops.norm_rope_store(F.linear(ops.rms_norm(x, norm_weight, EPS), qkv.data), *epilogue)
-            torch.addmm(x, q.flatten(1), o.data.t(), out=x)
-            hidden_states = ops.act_and_mul(F.linear(ops.rms_norm(x, norm_weight, EPS), gate_up.data))
-            torch.addmm(x, hidden_states, down.data.t(), out=x)
+        for qkv, o, gate_up, down in plain:
+            q = ops.norm_rope_store(F.linear(ops.rms_norm(x, norm_weight, EPS), qkv), *epilogue)
+            torch.addmm(x, q.flatten(1), o.t(), out=x)
+            hidden_states = ops.act_and_mul(F.linear(ops.rms_norm(x, norm_weight, EPS), gate_up))
+            torch.addmm(x, hidden_states, down.t(), out=x)
         return ops.rms_norm(x, norm_weight, EPS)
 
     # Both against the twins, loosely: rounding differs at every step of a long chain.
     expected = chain(twins)
     check("chain", chain(ops), expected, 0.1)
     check("chain through cuBLAS", cublas(), expected, 0.1)
-    num_bytes = sum(weight.data.numel() * 2 for layer in layers for weight in layer) // num_layers
+    halves = [half for layer in layers for weight in layer for half in (weight.data, weight.scale) if half is not None]
+    num_bytes = sum(half.nbytes for half in halves) // num_layers
     return (lambda: chain(ops)), cublas, num_bytes, num_layers
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="0.6b")
+    parser.add_argument("--int4", action="store_true", help="weights of 4-bit integers, groups of 128")
     parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes per second of the device")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -282,7 +295,7 @@ def main():
             line("sampling", name, batch_size, microseconds(run, 4), num_bytes)
     print(f"\n{header}  (of one layer without attention)")
     for num_tokens in LINEAR_TOKENS:
-        fused, cublas, num_bytes, num_layers = layer_chains(ops, twins, shape, num_tokens)
+        fused, cublas, num_bytes, num_layers = layer_chains(ops, twins, shape, num_tokens, options.int4)
         for name, run in (("products, fused", fused), ("products, cuBLAS and unfused", cublas)):
             line("products", name, num_tokens, microseconds(run) / num_layers, num_bytes)
     print(json.dumps(result))

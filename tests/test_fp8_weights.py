@@ -329,8 +329,8 @@ SLOW = "regular expressions that take more than 1 s to match"
 
 
 @pytest.mark.parametrize(("quantization", "what"), [
-    ({"quant_method": "awq", "bits": 4}, "quant_method='awq'"),
-    ({"quant_method": "gptq", "bits": 4}, "quant_method='gptq'"),
+    ({"quant_method": "hqq", "bits": 4}, "quant_method='hqq'"),
+    ({"quant_method": "gguf", "bits": 4}, "quant_method='gguf'"),
     ({"quant_method": "mxfp4"}, "quant_method='mxfp4'"),
     ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "quant_method='bitsandbytes'"),
     ({"bits": 4}, "quant_method=None"),
@@ -343,7 +343,7 @@ SLOW = "regular expressions that take more than 1 s to match"
     ({**BLOCKS, "modules_to_not_convert": ["model.layers.1.self_attn.k_proj"]},
      "leaving out model.layers.1.self_attn.k_proj, but not all of self_attn.q_proj, self_attn.k_proj, "
      "self_attn.v_proj,"),
-    ({**compressed("channel"), "format": "pack-quantized"}, "format='pack-quantized'"),
+    ({**compressed("channel"), "format": "mixed-precision"}, "format='mixed-precision'"),
     ({**compressed("channel"), "format": "int-quantized"}, "format='int-quantized'"),
     (in_group("weights", num_bits=4), "config_groups.group_0.weights.num_bits=4"),
     (in_group("weights", type="int"), "config_groups.group_0.weights.type='int'"),
@@ -713,7 +713,7 @@ def test_update_of_blocks(published, make_llm):
 def test_update_of_a_single_block(rows):
     """A tensor that is smaller than a block has one scale, in 16 bits too."""
     with torch.no_grad():
-        layer, weight = MergedColumnParallelLinear(96, [rows, 200], fp8_block=128), torch.randn(rows + 200, 96)
+        layer, weight = MergedColumnParallelLinear(96, [rows, 200], precision=128), torch.randn(rows + 200, 96)
         for i, part in enumerate(weight.split([rows, 200])):
             for param, tensor in quantized(layer.weight, CheckpointTensor.of("w", part)):
                 param.weight_loader(param, tensor, i)

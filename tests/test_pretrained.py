@@ -5,11 +5,13 @@
 
 import json
 import pydoc_data.topics
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
 
 import numpy as np
+import packed_checkpoints
 import pytest
 import torch
 from contrib.test_beam_search import check as check_beams
@@ -224,3 +226,29 @@ def test_perplexity_with_fp8_weights(path, text, expected):
             weight.data = (weight.data / scale).to(torch.float8_e4m3fn).float() * scale
     own, best = on_text(rounded, text[:1])
     assert np.abs(found[0][:1] - own).max() < TOLERANCE and (found[1][:1] == best).all()
+
+
+@pytest.mark.parametrize(("form", "scheme"), [
+    ("compressed-tensors", {"size": 32}), *at_night(
+        pytest.param("awq", {}, id="awq"), pytest.param("auto-round", {"negative": True}, id="auto-round"),
+        pytest.param("gptq", {"size": 32, "act_order": True}, id="gptq"),
+        pytest.param("compressed-tensors", {"size": 0, "dtype": torch.bfloat16}, id="channel"),
+    ),
+])  # fmt: skip
+def test_perplexity_in_four_bits(form, scheme, path, text, expected, tmp_path):
+    """To the last digits that of transformers with the same rounded weights; rounded to nearest, they cost a lot."""
+    from transformers import LlamaForCausalLM
+
+    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+    rounded = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        packed_checkpoints.write(tmp_path, rounded, form, **scheme)
+    with LLM(str(tmp_path), **OPTIONS) as llm:
+        assert llm.model_runner.model.model.layers[0].mlp.down_proj.weight.dtype == torch.int32
+        found = measure(llm, text[:1])
+        outputs = llm.chat(CHATS[:2], greedy(12, logprobs=0), use_tqdm=False)
+    own, best = on_text(rounded, text[:1])
+    assert np.abs(found[0] - own).max() < TOLERANCE and (found[1] == best).all()
+    check_greedy(outputs, rounded)
+    if scheme.get("size") != 0:
+        check_cost(found, (expected[0][:1], expected[1][:1]), 0.5, 0.5)

@@ -1,16 +1,20 @@
 """Compiles the kernels of a start on an H200 without a GPU, and prints a line for each variant: name, hash of its PTX.
 
     python tools/ptx.py > before.txt                    # 0.6b, 8b, FP8 weights and KV cache, mixtures: seven minutes
-    python tools/ptx.py 8b 8b:quantization=fp8          # published shapes of bench.py; with options of LLM
+    python tools/ptx.py 8b 8b:quantization=fp8          # published shapes of bench.py; with options of LLM, or int4
+    python tools/ptx.py --arch 86 8b:quantization=int4  # for another compute capability: 8.6
+
+With ``--arch`` it fails where a kernel needs more shared memory than a GPU of that kind has.
 
 Two trees with equal lines run equal kernels there: the proof of a change that only moves code. A kernel that does not
 compile shows as well, Gluon ones included. What it does not show: whether a kernel is right, what is launched with
 which values, and the last step from PTX to machine code.
 
 Owns the disguise of this machine: tensors without memory (torch's meta device) that say they are on "cuda:0", and a
-Triton driver that names sm_90 as its target. Needs Triton and a CPU build of torch.
+Triton driver that names its target. Needs Triton and a CPU build of torch.
 """
 
+import argparse
 import hashlib
 import os
 import re
@@ -39,8 +43,9 @@ from nanovllm.runner.start import start_rank
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
 CASES = ["0.6b", "0.6b:kv_cache_dtype=fp8", "8b", "8b:quantization=fp8", "llama-3.2-1b", "qwen3-30b-a3b",
          "qwen3-30b-a3b-fp8", "gemma-3-12b", "gpt-oss-20b"]  # fmt: skip
-H200 = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132, shared_memory_per_block_optin=232_448,
-                       total_memory=150_000_000_000)
+# By compute capability: name, SMs, and bytes of shared memory that a program may use.
+GPUS = {80: ("A100", 108, 166_912), 86: ("RTX 3090", 82, 101_376), 89: ("RTX 4090", 128, 101_376),
+        90: ("H200", 132, 232_448), 100: ("B200", 148, 232_448), 120: ("RTX 5090", 170, 101_376)}  # fmt: skip
 
 
 class Compiled(Exception):
@@ -59,8 +64,11 @@ class OnMeta(TorchFunctionMode):
         return function(*map(moved, args), **kwargs)
 
 
-def disguise() -> None:
-    """Make torch and Triton believe in an H200."""
+def disguise(arch: int) -> None:
+    """Make torch and Triton believe in a GPU of this compute capability."""
+    name, num_sms, shared = GPUS[arch]
+    gpu = SimpleNamespace(name=f"NVIDIA {name}", multi_processor_count=num_sms, shared_memory_per_block_optin=shared,
+                          total_memory=150_000_000_000)  # fmt: skip
     device_of = torch._C.TensorBase.device.__get__
 
     def device(tensor):
@@ -71,14 +79,14 @@ def disguise() -> None:
     torch.Tensor.device = property(device)
     torch.Tensor.data_ptr = lambda tensor: (1 << 20) + tensor.storage_offset() * tensor.element_size()
     answers = {
-        "is_available": True, "device_count": 1, "current_device": 0, "get_device_capability": (9, 0),
-        "get_device_properties": H200, "is_current_stream_capturing": False, "memory_allocated": 0,
+        "is_available": True, "device_count": 1, "current_device": 0, "get_device_capability": divmod(arch, 10),
+        "get_device_properties": gpu, "is_current_stream_capturing": False, "memory_allocated": 0,
         "max_memory_allocated": 0, "set_device": None, "synchronize": None, "empty_cache": None,
         "reset_peak_memory_stats": None,
     }  # fmt: skip
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-    driver = {"get_current_target": GPUTarget("cuda", 90, 32), "get_current_device": 0, "get_current_stream": 0}
+    driver = {"get_current_target": GPUTarget("cuda", arch, 32), "get_current_device": 0, "get_current_stream": 0}
     triton.runtime.driver.set_active(SimpleNamespace(**{n: lambda *_, a=a: a for n, a in driver.items()}))
     CUDABackend.make_cubin = lambda *_: b""
 
@@ -112,7 +120,8 @@ def compile_case(case: str, found: dict[tuple[str, str], str]) -> None:
         given: dict[str, Any] = dict(option.split("=") for option in options)
         if "speculative_config" in given:  # its method
             given["speculative_config"] = {"method": given["speculative_config"]}
-        config = Config.from_options(write_model(directory, size), {
+        is_int4 = given.get("quantization") == "int4" and bool(given.pop("quantization"))
+        config = Config.from_options(write_model(directory, size, "int4" if is_int4 else None), {
             "load_format": "dummy", "device": "cuda", "skip_tokenizer_init": True, "quiet": True, **given,
         })  # fmt: skip
         try:
@@ -123,10 +132,18 @@ def compile_case(case: str, found: dict[tuple[str, str], str]) -> None:
 
 
 if __name__ == "__main__":
-    disguise()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--arch", type=int, default=90, choices=list(GPUS))
+    parser.add_argument("cases", nargs="*", default=CASES)
+    options = parser.parse_args()
+    disguise(options.arch)
     variants: dict[tuple[str, str], str] = {}
-    for case in sys.argv[1:] or CASES:
+    for case in options.cases:
         compile_case(case, variants)
         print(f"{case}: {len(variants)} variants so far", file=sys.stderr, flush=True)
     for (name, digest), figures in sorted(variants.items()):
         print(f"{name:28} {digest} {figures}")
+    needs = {name: int(figures.split()[0]) for (name, _), figures in sorted(variants.items(), key=lambda x: x[1])}
+    *_, limit = GPUS[options.arch]
+    if too_large := [f"{name} ({size:,})" for name, size in needs.items() if size > limit]:
+        sys.exit(f"sm_{options.arch} has {limit:,} bytes of shared memory; more need {', '.join(too_large)}")

@@ -17,6 +17,7 @@ Integers that vary between steps (batch size, number of tokens) are in `do_not_s
 """
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 compile_only: ContextVar[bool] = ContextVar("compile_only", default=False)  # per thread: other engines may serve
+
+
+# On a Hopper GPU: run what other GPUs run, with the shared memory of the smallest, so that one GPU tests both.
+WITHOUT_HOPPER = os.environ.get("NANOVLLM_WITHOUT_HOPPER", "0") not in ("", "0")
 
 
 class _Compilers(ThreadPoolExecutor):
@@ -108,6 +113,8 @@ def launch_options(device, pdl=True):
 @functools.cache
 def is_sm90(device):
     """Whether the Gluon kernels can run on `device`: they use WGMMA and TMA of sm_90."""
+    if WITHOUT_HOPPER:
+        return False
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
@@ -122,6 +129,8 @@ def has_large_shared_memory(device):
     """Whether a program may use 160 KB of shared memory, for the largest tiles: data-centre GPUs, not RTX 30 and 40."""
     if device.type != "cuda":
         return True
+    if WITHOUT_HOPPER:
+        return False
     properties = torch.cuda.get_device_properties(device)
     return getattr(properties, "shared_memory_per_block_optin", 0) >= 160 << 10  # ROCm: no such property
 

@@ -22,23 +22,23 @@ from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.kernels.fp8 import E4M3
 from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
 from nanovllm.layers.layernorm import RMSNorm, norm_all_heads
-from nanovllm.layers.precision import new_bias, new_weight, shared_rows
+from nanovllm.layers.precision import add_weight, new_bias, shared_rows
 from nanovllm.layers.weight_loader import CheckpointTensor, HeadOrders, Shards, copy_bias, copy_shard
 
 
 class ReplicatedLinear(nn.Module):
-    """``y = x W^T (+ b)``, the same on every rank. ``fp8_block`` as in ``new_weight``; None: 16 bits."""
+    """``y = x W^T (+ b)``, the same on every rank. ``precision`` as in ``add_weight``; None: 16 bits."""
 
+    weight: nn.Parameter
     weight_scale: nn.Parameter | None
-    packed: torch.Tensor | None = None  # a copy of the weight, on the CPU (runner/packing.py)
+    packed: Any = None  # a copy of the weight, on the CPU (runner/packing.py)
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False, tp: TPGroup = SINGLE_RANK,
-                 fp8_block: int | None = None):
+                 precision: Any = None):
         super().__init__()
         self.tp, self.ops = tp, kernels.select()
-        self.weight, scale = new_weight(output_size, input_size, fp8_block)  # [output_size, input_size]
-        self.block_n = shared_rows(fp8_block, [output_size])
-        self.register_parameter("weight_scale", scale)
+        self.of_integers = add_weight(self, "weight", output_size, input_size, precision)
+        self.block_n = shared_rows(precision, [output_size])
         self.register_parameter("bias", new_bias(output_size) if bias else None)
         for param in self.parameters():
             param.weight_loader = self.weight_loader  # type: ignore[attr-defined]
@@ -47,7 +47,7 @@ class ReplicatedLinear(nn.Module):
         copy_shard(param, loaded)
 
     def as_weight(self) -> Weight:
-        return Weight(self.weight, self.weight_scale, self.block_n, self.packed)
+        return Weight(self.weight, self.weight_scale, self.block_n, self.packed, *self.of_integers)
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None, act: str | None = None,
                 residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -68,8 +68,8 @@ class ColumnParallelLinear(ReplicatedLinear):
     """Output features sharded over ranks: this rank holds ``output_size / size`` of them."""
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False, tp: TPGroup = SINGLE_RANK,
-                 fp8_block: int | None = None):
-        super().__init__(input_size, output_size // tp.size, bias, tp, fp8_block)
+                 precision: Any = None):
+        super().__init__(input_size, output_size // tp.size, bias, tp, precision)
 
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: Any = None) -> None:
         copy_shard(param, loaded, 0, self.tp.rank, self.tp.size)
@@ -79,10 +79,10 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
     """Several column-parallel layers of one input as a single product; ``shard_id`` is the layer's index."""
 
     def __init__(self, input_size: int, output_sizes: list[int] | Shards, bias: bool = False,
-                 tp: TPGroup = SINGLE_RANK, fp8_block: int | None = None):
+                 tp: TPGroup = SINGLE_RANK, precision: Any = None):
         self.shards = Shards.of(output_sizes, tp.rank, tp.size)
-        super().__init__(input_size, sum(self.shards.sizes) * tp.size, bias, tp, fp8_block)
-        self.block_n = shared_rows(fp8_block, self.shards.sizes)
+        super().__init__(input_size, sum(self.shards.sizes) * tp.size, bias, tp, precision)
+        self.block_n = shared_rows(precision, self.shards.sizes)
 
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: Any = None) -> None:
         self.shards.load(param, loaded, shard_id)
@@ -96,14 +96,14 @@ class QKVParallelLinear(MergedColumnParallelLinear):
     """
 
     def __init__(self, hidden_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool = False,
-                 tp: TPGroup = SINGLE_RANK, fp8_block: int | None = None, orders: HeadOrders = HeadOrders(),
+                 tp: TPGroup = SINGLE_RANK, precision: Any = None, orders: HeadOrders = HeadOrders(),
                  has_gate: bool = False):
         shards = Shards.of_heads(head_dim, num_heads, num_kv_heads, tp.rank, tp.size, orders, has_gate)
-        super().__init__(hidden_size, shards, bias, tp, fp8_block)
+        super().__init__(hidden_size, shards, bias, tp, precision)
         self.head_dim, self.orders = head_dim, orders
         q_size, kv_size, _, *gates = shards.sizes
         self.num_heads, self.num_kv_heads, self.num_gates = q_size // head_dim, kv_size // head_dim, sum(gates)
-        if orders.qk is not None and (fp8_block or 0) % head_dim:  # a head's rows would go to other blocks
+        if orders.qk is not None and self.block_n > 1 and precision % head_dim:  # else its rows go to other blocks
             self.block_n = 1
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None, epilogue: QKVEpilogue,  # type: ignore[override]
@@ -130,8 +130,8 @@ class RowParallelLinear(ReplicatedLinear):
     """
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False, tp: TPGroup = SINGLE_RANK,
-                 fp8_block: int | None = None, scale: float = 1.0, head_order: list[int] | None = None):
-        super().__init__(input_size // tp.size, output_size, bias, tp, fp8_block)
+                 precision: Any = None, scale: float = 1.0, head_order: list[int] | None = None):
+        super().__init__(input_size // tp.size, output_size, bias, tp, precision)
         self.scale, self.head_order = scale, head_order
 
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: Any = None) -> None:
@@ -140,5 +140,5 @@ class RowParallelLinear(ReplicatedLinear):
         else:
             order = None if param is self.weight_scale else self.head_order
             copy_shard(param, loaded, 1, self.tp.rank, self.tp.size, order)
-        if self.scale != 1 and param.dtype != E4M3:  # of an FP8 weight, its scale is multiplied
+        if self.scale != 1 and param.is_floating_point() and param.dtype != E4M3:  # else its scale is multiplied
             param.mul_(self.scale)

@@ -1,19 +1,46 @@
-"""Parameters of a linear layer in each precision: 16 bits, FP8, MXFP4. All are made here, uninitialised.
+"""Parameters of a linear layer in each precision: 16 bits, FP8, 4-bit integers, MXFP4; made here, uninitialised.
 
 An FP8 weight is data (e4m3) [N, C] times scale (fp32) [N, G], a scale for each of G groups of channels of an output
 feature. G is 1, or the groups are published blocks, smaller where blocks would be cut: by the end of the tensor or by a
-shard of it. ``quantization.py`` fills them from checkpoints; ``kernels/linear/reference.py`` multiplies by them.
+shard of it. Groups of 4-bit integers (``kernels/int4.py``) are cut likewise. ``quantization.py`` and
+``packed_weights.py`` fill them from checkpoints; ``kernels/linear/reference.py`` multiplies by them.
 
 Legend: N output features, C input channels, both of this rank.
 """
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from nanovllm.kernels import mxfp4
+from nanovllm.kernels import int4, mxfp4
 from nanovllm.kernels.fp8 import E4M3
+from nanovllm.layers.packed_weights import new_int4_weight
+
+if TYPE_CHECKING:
+    from nanovllm.models.quantization_config import PackedInts
+
+
+def add_weight(module: nn.Module, name: str, output_size: int, input_size: int, precision: "int | PackedInts | None",
+               *experts: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Register a weight, and the ``X_scale``, ``X_zero`` and ``X_order`` that it has. Returns the last two.
+
+    Args:
+        precision: as in ``ModelConfig.precision``; None: 16 bits. So are 4-bit integers whose words a rank would cut.
+        experts: their number, in a first dimension.
+    """
+    zero = order = None
+    if not isinstance(precision, tuple):
+        data, scale = new_weight(output_size, input_size, precision, *experts)
+    elif input_size % int4.CODES:
+        data, scale = new_weight(output_size, input_size, None, *experts)
+    else:
+        data, scale, zero, order = new_int4_weight(output_size, input_size, precision, *experts)
+    for half, param in ((name, data), (f"{name}_scale", scale), (f"{name}_zero", zero)):
+        module.register_parameter(half, param)
+    module.register_buffer(f"{name}_order", order, persistent=False)  # kept where a sleep drops the weights
+    return zero, order
 
 
 def new_weight(output_size: int, input_size: int, block: int | None,
@@ -22,8 +49,6 @@ def new_weight(output_size: int, input_size: int, block: int | None,
 
     ``data.scale`` is the scale, ``scale.block`` the block. ``scale.group_size`` is the number of channels of a scale,
     the largest that divides both a block and this rank's channels; 0: all of them.
-
-    ``experts``: their number, in a first dimension.
     """
     if block is None:
         return nn.Parameter(torch.empty(*experts, output_size, input_size), requires_grad=False), None
@@ -35,24 +60,25 @@ def new_weight(output_size: int, input_size: int, block: int | None,
     return data, scale
 
 
-def new_mxfp4_weight(output_size: int, input_size: int,
-                     num_experts: int) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Data and scale of experts in MXFP4, see ``kernels/mxfp4.py``."""
+def add_mxfp4_weight(module: nn.Module, name: str, output_size: int, input_size: int, num_experts: int) -> None:
+    """Register data and scale of experts in MXFP4, see ``kernels/mxfp4.py``."""
     shapes = (output_size, input_size // 2), (input_size // mxfp4.GROUP, output_size)
-    data, scale = (torch.empty(num_experts, *shape, dtype=torch.uint8) for shape in shapes)
-    return nn.Parameter(data, requires_grad=False), nn.Parameter(scale, requires_grad=False)
+    for half, shape in zip((name, f"{name}_scale"), shapes, strict=True):
+        data = torch.empty(num_experts, *shape, dtype=torch.uint8)
+        module.register_parameter(half, nn.Parameter(data, requires_grad=False))
+    module.register_parameter(f"{name}_zero", None)
 
 
 def new_bias(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
-def shared_rows(block: int | None, parts: list[int]) -> int:
+def shared_rows(precision: "int | PackedInts | None", parts: list[int]) -> int:
     """Number of consecutive output features that share their scales; 1 without blocks.
 
     Known before the weights are, since kernels are chosen and CUDA graphs captured by it.
 
     ``parts``: rows of this rank of each checkpoint tensor that the weight has one after the other; a shard begins at a
-    multiple of them. ``block`` as in ``ModelConfig.fp8``.
+    multiple of them. ``precision`` as in ``add_weight``.
     """
-    return math.gcd(block, *parts) if block else 1
+    return math.gcd(precision, *parts) if isinstance(precision, int) and precision else 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from nanovllm.errors import ConfigError
 from nanovllm.models.families import Family
-from nanovllm.models.quantization_config import MXFP4_GROUP, RENAMED_TENSORS, UNUSED_TENSORS, linears
+from nanovllm.models.quantization_config import MXFP4_GROUP, RENAMED_TENSORS, UNUSED_TENSORS, PackedInts, linears
 from nanovllm.models.rope import RopeScaling
 
 
@@ -46,6 +46,7 @@ class LayerConfig:
     rope: RopeScaling | None = None  # None: positions are not rotated (NoPE)
     mlp: str = "dense"  # a key of ``MLPS``
     fp8_linears: frozenset[str] = frozenset()  # keys of ``linears``: its FP8 layers
+    packed: tuple[tuple[str, PackedInts], ...] = ()  # keys of ``linears``, or parts that differ, which become 16 bits
 
     def for_length(self, max_model_len: int) -> "LayerConfig":
         """For requests of at most ``max_model_len`` tokens: a window that holds them all is none."""
@@ -117,13 +118,23 @@ class ModelConfig:
                 "quantization='fp8' is not supported for gpt-oss. Leave it out: its published experts are MXFP4, which "
                 "takes half as much, and stay so on a GPU."
             )
+        if self.has_packed():
+            raise ConfigError(
+                f"quantization='fp8', but the checkpoint's weights are integers of a few bits ({self.quant_method}). "
+                "Leave it out, or take the 16-bit checkpoint."
+            )
         names = frozenset(linears(self.moe.num_experts if self.moe else 0, self.gated_delta is not None))
         layers = tuple(replace(layer, fp8_linears=names) for layer in self.layers)
         return self if self.quant_method else replace(self, layers=layers, fp8=0)
 
-    def fp8_block(self, layer: LayerConfig, name: str) -> int | None:
-        """``fp8`` of a linear layer of a decoder layer; None: this one is not."""
-        return self.fp8 if name in layer.fp8_linears else None
+    def precision(self, layer: LayerConfig, name: str) -> int | PackedInts | None:
+        """Of a linear layer of a decoder layer: ``fp8``, or 4-bit integers; None: 16 bits."""
+        packed = dict(layer.packed).get(name)
+        return packed if packed and packed.bits == 4 else self.fp8 if name in layer.fp8_linears else None
+
+    def has_packed(self, start: str = "") -> bool:
+        """Whether a linear layer whose name has this start is stored as packed integers."""
+        return any(name.startswith(start) for layer in self.layers for name, _ in layer.packed)
 
     def renamed_tensors(self) -> tuple[tuple[str, str], ...]:
         """(in the checkpoint, here) parts of tensor names, replaced in this order."""
@@ -153,9 +164,11 @@ class ModelConfig:
         if self.qk_norm:
             raise ConfigError(f"{what} its norms of q and k would count them. Use device='cpu', which pads nothing.")
         fp8_linears = frozenset().union(*(layer.fp8_linears for layer in self.layers))
-        if self.fp8 and any(name.startswith("self_attn.") for name in fp8_linears):
+        cut = "blocks of its FP8 scales" if self.fp8 and any(x.startswith("self_attn.") for x in fp8_linears) else ""
+        cut = "groups of its packed integers" if self.has_packed("self_attn.") else cut
+        if cut:
             raise ConfigError(
-                f"{what} the blocks of its FP8 scales would be cut. Load the 16-bit checkpoint (quantization='fp8' "
+                f"{what} the {cut} would be cut. Load the 16-bit checkpoint (quantization='fp8' "
                 "gives it a scale for each output feature), or use device='cpu', which pads nothing."
             )
 
@@ -171,6 +184,11 @@ class ModelConfig:
         ):
             if count % size:
                 raise ConfigError(f"tensor_parallel_size={size} must divide the model's {count} {what}.")
+        if size > 1 and any(scheme.act_order for layer in self.layers for _, scheme in layer.packed):
+            raise ConfigError(
+                f"tensor_parallel_size={size} cuts the groups of weights that GPTQ has ordered by their activations "
+                "(desc_act). Use tensor_parallel_size=1, or a checkpoint without desc_act."
+            )
         if self.moe and self.quant_method == "mxfp4" and self.moe.expert_size // size % MXFP4_GROUP:
             raise ConfigError(
                 f"tensor_parallel_size={size} must leave each rank a multiple of {MXFP4_GROUP} of the "

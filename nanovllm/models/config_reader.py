@@ -136,8 +136,8 @@ def model_config(raw: dict[str, Any]) -> ModelConfig:
         raise CheckpointError(f"config.json: {heads} attention heads cannot be shared by {kv_heads} KV heads.")
     head_dim = given["head_dim"] or hidden // heads
     check("config.json", "num_attention_heads * head_dim", heads * head_dim or 1, SIZE, CheckpointError)
-    quant_method, fp8, fp8_linears = read_quantization(raw, family)
-    layers = _layers(raw, given, family, fp8_linears)
+    quant_method, fp8, weights = read_quantization(raw, family)
+    layers = _layers(raw, given, family, weights)
     ropes = [rope for rope in dict.fromkeys(layer.rope for layer in layers) if rope]
     for rope in ropes:
         rope.check_head(head_dim)
@@ -226,7 +226,7 @@ def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
 
 
 def _layers(raw: dict[str, Any], given: dict[str, Any], family: Family,
-            fp8_linears: list[frozenset[str]]) -> tuple[LayerConfig, ...]:
+            weights: list[dict[str, Any]]) -> tuple[LayerConfig, ...]:
     window = 0 if given["use_sliding_window"] is False else given["sliding_window"]
     kinds = _kinds(given, family, window)
     if family.recurrent and family.recurrent not in MIXERS:
@@ -236,9 +236,9 @@ def _layers(raw: dict[str, Any], given: dict[str, Any], family: Family,
     ropes = _ropes(raw, given, family, windows)
     mlps = ["experts" if family.experts and _is_sparse(given, i) else "dense" for i in range(len(kinds))]
     return tuple(
-        LayerConfig(family.recurrent, 0, None, mlp, fp8) if kind == "linear_attention"
-        else LayerConfig("attention", of_layer, rope, mlp, fp8)
-        for kind, of_layer, rope, mlp, fp8 in zip(kinds, windows, ropes, mlps, fp8_linears, strict=True)
+        LayerConfig(family.recurrent, 0, None, mlp, **of_layer) if kind == "linear_attention"
+        else LayerConfig("attention", width, rope, mlp, **of_layer)
+        for kind, width, rope, mlp, of_layer in zip(kinds, windows, ropes, mlps, weights, strict=True)
     )  # fmt: skip
 
 

@@ -42,15 +42,15 @@ class SelfAttention(nn.Module):
         super().__init__()
         family, C, D = config.family, config.hidden_size, rope.head_dim
         H, K, eps = config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps
-        fp8 = [config.fp8_block(layer, name) for name in ("self_attn.qkv_proj", "self_attn.o_proj")]
+        kinds = [config.precision(layer, name) for name in ("self_attn.qkv_proj", "self_attn.o_proj")]
         orders = head_orders(config.head_dim, D, rope.num_rotated, family.interleaved)
-        self.qkv_proj = qkv = QKVParallelLinear(C, D, H, K, config.qkv_bias, tp, fp8[0], orders, family.output_gate)
+        self.qkv_proj = qkv = QKVParallelLinear(C, D, H, K, config.qkv_bias, tp, kinds[0], orders, family.output_gate)
         # norms of each head [D], or of all heads of all ranks, with the weights of this rank's
         shards = {"": [], "head": [Shard(D, 0, 1, orders.qk)] * 2, "full": [qkv.shards["q"], qkv.shards["k"]]}
         norms: list[Any] = [RMSNorm(x.num_rows, eps, family.norm_offset, shard=x) for x in shards[config.qk_norm]]
         self.q_norm, self.k_norm = norms or [None, None]
         self.full_qk_norms = tuple(norms) if config.qk_norm == "full" else None
-        self.o_proj = RowParallelLinear(H * D, C, config.o_bias, tp, fp8[1], config.residual_scale, orders.v)
+        self.o_proj = RowParallelLinear(H * D, C, config.o_bias, tp, kinds[1], config.residual_scale, orders.v)
         self.adds_residual = not family.post_norm
         self.attn = Attention(
             qkv.num_heads, D, qkv.num_kv_heads, backend, config.attention_scale, layer.window, qkv.shards["k"].place,
@@ -103,10 +103,10 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, layer: LayerConfig, tp: TPGroup, name: str = "mlp", size: int = 0):
         super().__init__()
         C, I, bias = config.hidden_size, size or config.intermediate_size, config.mlp_bias and not size
-        fp8 = [config.fp8_block(layer, f"{name}.{part}") for part in ("gate_up_proj", "down_proj")]
-        self.gate_up_proj = MergedColumnParallelLinear(C, [I, I], bias, tp, fp8[0])
+        kinds = [config.precision(layer, f"{name}.{part}") for part in ("gate_up_proj", "down_proj")]
+        self.gate_up_proj = MergedColumnParallelLinear(C, [I, I], bias, tp, kinds[0])
         self.act = config.act
-        self.down_proj = RowParallelLinear(I, C, bias, tp, fp8[1], config.residual_scale)
+        self.down_proj = RowParallelLinear(I, C, bias, tp, kinds[1], config.residual_scale)
         self.adds_residual = not (size or config.family.post_norm)
 
     def forward(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:

@@ -6,7 +6,7 @@ Owns its weights, how they are sharded (by key heads, each with its value heads)
 Legend: T packed tokens, C hidden size, HK key heads of K, HV value heads of V (of this rank).
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -24,22 +24,26 @@ from nanovllm.layers.weight_loader import CheckpointTensor, Shard, Shards, row_l
 from nanovllm.models.config import LayerConfig, ModelConfig
 
 
+def has_quantized_linears(config: ModelConfig) -> bool:
+    return config.fp8 is not None or config.has_packed()
+
+
 def packed_modules(config: ModelConfig) -> dict[str, tuple[str, str]]:
     """Checkpoint module -> (merged module, its parts there).
 
-    With FP8 weights b and a stay in 16 bits, as a product of their own.
+    With quantized weights b and a stay in 16 bits, as a product of their own.
     """
     if config.family.groups_delta_inputs:
         of_qkvz, of_ba = {"in_proj": "qkvz"}, {"in_proj_ba": "ba"}
     else:
         of_qkvz, of_ba = {"in_proj_qkv": "qkv", "in_proj_z": "z"}, {"in_proj_b": "b", "in_proj_a": "a"}
-    merged = "in_proj" if config.fp8 is None else "in_proj_ba"
+    merged = "in_proj_ba" if has_quantized_linears(config) else "in_proj"
     return {name: ("in_proj", parts) for name, parts in of_qkvz.items()} | {
         name: (merged, parts) for name, parts in of_ba.items()
     }
 
 
-def delta_projection(hidden_size: int, sizes: dict[str, int], tp: TPGroup, fp8_block: int | None,
+def delta_projection(hidden_size: int, sizes: dict[str, int], tp: TPGroup, precision: Any,
                      num_groups: int) -> MergedColumnParallelLinear:
     """Build the input projections as one product. ``shard_id`` has a letter for each one in a checkpoint's tensor.
 
@@ -47,7 +51,7 @@ def delta_projection(hidden_size: int, sizes: dict[str, int], tp: TPGroup, fp8_b
     """
     joined = {"qkv": (tuple("qkv"), 0), "qkvz": (tuple("qkvz"), num_groups), "ba": (tuple("ba"), num_groups)}
     shards = Shards({name: Shard(size // tp.size, tp.rank, tp.size) for name, size in sizes.items()}, joined)
-    return MergedColumnParallelLinear(hidden_size, shards, tp=tp, fp8_block=fp8_block)
+    return MergedColumnParallelLinear(hidden_size, shards, tp=tp, precision=precision)
 
 
 class GatedDeltaNet(nn.Module):
@@ -69,10 +73,13 @@ class GatedDeltaNet(nn.Module):
         key_size, value_size = delta.num_key_heads * delta.key_dim, delta.num_value_heads * delta.value_dim
         sizes = {"q": key_size, "k": key_size, "v": value_size, "z": value_size}
         of_ba = dict.fromkeys("ba", delta.num_value_heads)
-        fp8 = [config.fp8_block(layer, f"linear_attn.{name}") for name in ("in_proj", "out_proj")]
-        self.in_proj_ba = None if config.fp8 is None else delta_projection(C, of_ba, tp, None, delta.num_key_heads)
-        sizes |= of_ba if config.fp8 is None else {}
-        self.in_proj = delta_projection(C, sizes, tp, fp8[0], delta.num_key_heads)
+        kinds = [config.precision(layer, f"linear_attn.{name}") for name in ("in_proj", "out_proj")]
+        self.in_proj_ba = None
+        if has_quantized_linears(config):
+            self.in_proj_ba = delta_projection(C, of_ba, tp, None, delta.num_key_heads)
+        else:
+            sizes |= of_ba
+        self.in_proj = delta_projection(C, sizes, tp, kinds[0], delta.num_key_heads)
         self.num_gates = 2 * delta.num_value_heads // tp.size
         self.conv_sizes = [key_size, key_size, value_size]
         conv_shape = sum(self.conv_sizes) // tp.size, delta.conv_size
@@ -83,7 +90,7 @@ class GatedDeltaNet(nn.Module):
         for param in (self.A_log, self.dt_bias):
             param.weight_loader = row_loader(tp.rank, tp.size)  # type: ignore[attr-defined]
         self.norm = RMSNorm(delta.value_dim, config.rms_norm_eps)
-        self.out_proj = RowParallelLinear(value_size, C, tp=tp, fp8_block=fp8[1])
+        self.out_proj = RowParallelLinear(value_size, C, tp=tp, precision=kinds[1])
         self.weights = GatedDeltaWeights(
             self.conv_weight, self.A_log, self.dt_bias, self.norm.weight, self.norm.eps, delta.num_key_heads // tp.size
         )

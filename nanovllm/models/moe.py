@@ -19,7 +19,7 @@ from nanovllm.kernels.moe.reference import Biases, Routing, Shared
 from nanovllm.layers.context import Context
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ReplicatedLinear
-from nanovllm.layers.precision import new_bias, new_mxfp4_weight, new_weight
+from nanovllm.layers.precision import add_mxfp4_weight, add_weight, new_bias
 from nanovllm.layers.quantization import mxfp4_bytes, mxfp4_scales
 from nanovllm.layers.weight_loader import CheckpointTensor, Shard, Shards, copy_bias, copy_shard
 from nanovllm.models.config import LayerConfig, ModelConfig, MoEConfig
@@ -62,6 +62,8 @@ class Experts(nn.Module):
     down_proj: nn.Parameter
     gate_up_proj_scale: nn.Parameter | None
     down_proj_scale: nn.Parameter | None
+    gate_up_proj_zero: nn.Parameter | None
+    down_proj_zero: nn.Parameter | None
     gate_up_proj_bias: nn.Parameter | None
     down_proj_bias: nn.Parameter | None
 
@@ -75,12 +77,10 @@ class Experts(nn.Module):
         keeps_mxfp4 = config.quant_method == "mxfp4" and kernels.select().takes_mxfp4()
         for name, num_features, num_channels in (("gate_up_proj", 2 * I, C), ("down_proj", C, I)):
             if keeps_mxfp4:
-                weight, scale = new_mxfp4_weight(num_features, num_channels, E)
+                add_mxfp4_weight(self, name, num_features, num_channels, E)
             else:
-                block = config.fp8_block(layer, f"mlp.experts.{name}")
-                weight, scale = new_weight(num_features, num_channels, block, E)
-            self.register_parameter(name, weight)
-            self.register_parameter(f"{name}_scale", scale)
+                precision = config.precision(layer, f"mlp.experts.{name}")
+                add_weight(self, name, num_features, num_channels, precision, E)
             self.register_parameter(f"{name}_bias", new_bias(E, num_features) if is_gpt_oss else None)
         for name, param in self.named_parameters():
             load = self.load_gate_up if name.startswith("gate_up") else self.load_down
@@ -123,7 +123,10 @@ class Experts(nn.Module):
 
     def weights(self) -> tuple[Weight, Weight]:
         """Of the products with gate and up, and with down."""
-        return Weight(self.gate_up_proj, self.gate_up_proj_scale), Weight(self.down_proj, self.down_proj_scale)
+        return (
+            Weight(self.gate_up_proj, self.gate_up_proj_scale, zero=self.gate_up_proj_zero),
+            Weight(self.down_proj, self.down_proj_scale, zero=self.down_proj_zero),
+        )
 
 
 class SparseMoE(nn.Module):

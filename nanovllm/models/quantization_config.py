@@ -1,4 +1,4 @@
-"""Finds the quantized weights of a model: FP8 linear layers and MXFP4 experts.
+"""Finds the quantized weights of a model: FP8 linear layers and MXFP4 experts; ``packed_config.py``: 4-bit integers.
 
 The source is ``quantization_config`` of ``config.json``, or ``LLM(quantization="fp8")``. Every field that changes the
 numbers is honoured or refused. Imports no torch; ``layers/quantization.py`` has the tensors.
@@ -7,7 +7,7 @@ numbers is honoured or refused. Imports no torch; ``layers/quantization.py`` has
 import re
 from collections.abc import Callable
 from fnmatch import translate
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanovllm.errors import CheckpointError
 from nanovllm.models.families import Family
@@ -24,8 +24,9 @@ UNUSED_TENSORS = r".*\.(input_scale|q_scale|prob_output_scale|q_proj\.output_sca
 KV_SCALES = r"(.*\.self_attn)\.(?:(?:attn\.|k_proj\.|v_proj\.)?(k|v|kv)_scale|(k|v)_proj\.output_scale)"
 SUPPORTED = (
     "Supported are FP8 weights (e4m3) with a scale per tensor, per output feature or per block of 128 x 128, as "
-    "quant_method 'fp8', 'compressed-tensors' or 'modelopt' stores them, and gpt-oss's experts in MXFP4. Take such a "
-    "checkpoint, or the 16-bit one, which LLM(quantization='fp8') quantizes as it loads."
+    "quant_method 'fp8', 'compressed-tensors' or 'modelopt' stores them; integers of 4 bits, or of 8, which become 16, "
+    "of 'compressed-tensors' (pack-quantized), 'awq' (gemm), 'gptq' and 'auto-round'; and gpt-oss's experts in MXFP4. "
+    "Take such a checkpoint, or the 16-bit one, which LLM(quantization='fp8') quantizes as it loads."
 )
 # Fields and their allowed values, by ``quant_method``: those of DeepSeek's, Qwen's and AutoFP8's files, of
 # llm-compressor's, of NVIDIA's, and of gpt-oss's. ANY: read elsewhere, or without effect on the numbers. A table: of an
@@ -50,6 +51,7 @@ FORMS: dict[str, dict[str, Any]] = {
     },
     "mxfp4": {"quant_method": ANY, "modules_to_not_convert": ANY, "dequantize": ANY},
 }  # fmt: skip
+PACKED_METHODS = "awq", "gptq", "auto-round", "compressed-tensors"  # the last one with its format "pack-quantized"
 MXFP4_GROUP = 32  # channels of a scale
 SYMMETRIC = E4M3 | {"symmetric": (None, True)}
 GROUP = {  # without input_activations weights alone are FP8
@@ -59,6 +61,16 @@ WEIGHTS = SYMMETRIC | {
     "strategy": ("tensor", "channel", "block"), "dynamic": (None, False), "actorder": (None,), "group_size": (None,),
 }  # fmt: skip
 SKIPPED = "modules_to_not_convert", "ignored_layers", "exclude_modules", "ignore"  # lists of modules to leave out
+
+
+class PackedInts(NamedTuple):
+    """How a checkpoint stores a module of packed integers."""
+
+    layout: str  # of its tensors: "compressed-tensors", "awq", "gptq", or "gptq_v2"
+    bits: int  # 4 or 8
+    group_size: int  # channels of a scale; 0: all of a row
+    symmetric: bool  # codes are relative to half their range, else each group has a zero
+    act_order: bool = False  # ``g_idx`` says which group a channel belongs to
 
 
 def linears(num_experts: int, has_recurrent: bool = False) -> dict[str, tuple[str, ...]]:
@@ -82,87 +94,102 @@ def linears(num_experts: int, has_recurrent: bool = False) -> dict[str, tuple[st
     return names
 
 
-def read_quantization(raw: dict[str, Any], family: Family) -> tuple[str | None, int | None, list[frozenset[str]]]:
-    """``quant_method`` and ``fp8`` of a ``ModelConfig``, and the FP8 linear layers of each decoder layer.
+def read_quantization(raw: dict[str, Any], family: Family) -> tuple[str | None, int | None, list[dict[str, Any]]]:
+    """``quant_method`` and ``fp8`` of a ``ModelConfig``, and the fields of each ``LayerConfig`` that say more.
 
     Raises:
         CheckpointError: it has a ``quantization_config``, but not of ``SUPPORTED``.
     """
     quantization = raw.get("quantization_config") or raw.get("compression_config") or {}  # the second in old files
-    num_layers, no_linears = raw["num_hidden_layers"], [frozenset[str]()] * raw["num_hidden_layers"]
+    num_layers = raw["num_hidden_layers"]
+    nothing: list[dict[str, Any]] = [{}] * num_layers
     if not isinstance(quantization, dict):
-        raise _refusal(f"{quantization!r:.100}")
+        raise refusal(f"{quantization!r:.100}")
     if not quantization:
-        return None, None, no_linears
-    method = quantization.get("quant_method")
+        return None, None, nothing
+    method, num_experts = quantization.get("quant_method"), raw["num_experts"] if family.experts else 0
+    if num_layers * num_experts > MAX_EXPERTS:
+        raise refusal(f"{num_layers} layers of {num_experts} experts")
+    if method in PACKED_METHODS[:-1] or (method in FORMS and quantization.get("format") == "pack-quantized"):
+        from nanovllm.models.packed_config import read_packed
+
+        packed = read_packed(quantization, family, num_layers, num_experts)
+        return method, None, [{"packed": of_layer} for of_layer in packed]
     if method not in tuple(FORMS) or (method == "mxfp4" and not family.gpt_oss_experts):
-        raise _refusal(f"quant_method={method!r:.100}")
-    _check("", quantization, FORMS[method], is_closed=True)
+        raise refusal(f"quant_method={method!r:.100}")
+    check_fields("", quantization, FORMS[method], is_closed=True)
     if method == "mxfp4":
         names = [f"model.layers.{i}.mlp.experts" for i in range(num_layers)]
-        for name in filter(_skipped(quantization, family, names), names):
-            raise _refusal(f"leaving out {name}")
-        return method, None, no_linears
+        for name in filter(skipped_modules(quantization, family, names), names):
+            raise refusal(f"leaving out {name}")
+        return method, None, nothing
     in_blocks = quantization.get("weight_block_size")
     if method == "compressed-tensors":
         in_blocks = _read_group(quantization) == "block"
-    num_experts = raw["num_experts"] if family.experts else 0
-    if num_layers * num_experts > MAX_EXPERTS:
-        raise _refusal(f"{num_layers} layers of {num_experts} experts")
     modules = linears(num_experts, bool(family.recurrent)).items()
     names = [f"model.layers.{i}.{x}" for i in range(num_layers) for name, parts in modules for x in (name, *parts)]
-    is_skipped = _skipped(quantization, family, names)
+    is_skipped = skipped_modules(quantization, family, names)
     layers = [
         frozenset(name for name, parts in modules if not _all_or_none(f"model.layers.{i}.", name, parts, is_skipped))
         for i in range(num_layers)
     ]
-    return method, BLOCK if in_blocks else 0, layers
+    return method, BLOCK if in_blocks else 0, [{"fp8_linears": names} for names in layers]
 
 
-def _skipped(quantization: dict[str, Any], family: Family, modules: list[str]) -> Callable[[str], bool]:
+def skipped_modules(quantization: dict[str, Any], family: Family, modules: list[str]) -> Callable[[str], bool]:
     """Whether one of ``modules`` is left out."""
     skipped = []
     for names in filter(None, map(quantization.get, SKIPPED)):
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise _refusal(f"{names!r:.100} for the modules to leave out (not a list of names)")
+            raise refusal(f"{names!r:.100} for the modules to leave out (not a list of names)")
         skipped += names
     return _matcher(skipped, family.renamed, modules)
 
 
-def _refusal(what: str) -> CheckpointError:
+def refusal(what: str) -> CheckpointError:
     return CheckpointError(f"config.json: quantization_config: {what} is not supported. {SUPPORTED}")
 
 
-def _check(where: str, raw: Any, fields: dict[str, Any], is_closed: bool = False) -> None:
+def check_fields(where: str, raw: Any, fields: dict[str, Any], is_closed: bool = False) -> None:
     """Every field has one of its allowed values; None among them is also that of an absent one.
 
     ``is_closed``: there are no others with a value.
     """
     if not isinstance(raw, dict):
-        raise _refusal(f"{where[:-1]}={raw!r:.100}")
+        raise refusal(f"{where[:-1]}={raw!r:.100}")
     others = {name: () for name in raw if is_closed and name not in fields and raw[name] not in (None, False, {}, [])}
     for name, allowed in {**others, **fields}.items():
         value = raw.get(name)
         if isinstance(allowed, dict):
             if value is not None:
-                _check(f"{where}{name}.", value, allowed)
+                check_fields(f"{where}{name}.", value, allowed)
         elif allowed is not ANY and value not in allowed:
-            raise _refusal(f"{where}{name}={value!r:.100}")
+            raise refusal(f"{where}{name}={value!r:.100}")
 
 
 def _read_group(raw: dict[str, Any]) -> str:
     """The strategy of the weights in the files of llm-compressor: "tensor", "channel" or "block"."""
     groups = raw.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1:
-        raise _refusal(f"config_groups={groups!r:.100} (not one group)")
+        raise refusal(f"config_groups={groups!r:.100} (not one group)")
     ((name, group),) = groups.items()
     where = f"config_groups.{name}."
-    _check(where, group, GROUP, is_closed=True)
+    check_fields(where, group, GROUP, is_closed=True)
     weights = group.get("weights")
-    _check(f"{where}weights.", weights, WEIGHTS)
+    check_fields(f"{where}weights.", weights, WEIGHTS)
     in_blocks = weights["strategy"] == "block"
-    _check(f"{where}weights.", weights, {"block_structure": ([BLOCK, BLOCK],) if in_blocks else (None,)})
+    check_fields(f"{where}weights.", weights, {"block_structure": ([BLOCK, BLOCK],) if in_blocks else (None,)})
     return weights["strategy"]
+
+
+def spellings(name: str, renamed: tuple[tuple[str, str], ...]) -> list[str]:
+    """The names that a module may have in a checkpoint, also where a vision tower stands beside the decoder."""
+    prefixes = [old for old, new in renamed if not new]
+    found = [f"{name}.", *(f"{prefix}{name}." for prefix in prefixes)]  # the renamed part may be the last one
+    found += [f"model.{prefix}{name.removeprefix('model.')}." for prefix in prefixes]
+    for old, new in reversed(renamed):
+        found += [each.replace(new, old) for each in found if new and new in each]
+    return [each.removesuffix(".") for each in found]
 
 
 def _matcher(patterns: list[str], renamed: tuple[tuple[str, str], ...], modules: list[str]) -> Callable[[str], bool]:
@@ -171,24 +198,16 @@ def _matcher(patterns: list[str], renamed: tuple[tuple[str, str], ...], modules:
     A pattern is "re:" and a regular expression of the beginning of its name; a name with asterisks; or dotted parts of
     its name, wherever they stand in it.
     """
-    prefixes = ["", *(old for old, new in renamed if not new)]  # in the checkpoint
+    if not patterns:
+        return lambda name: False
     regexes = {pattern: pattern[3:] for pattern in patterns if pattern.startswith("re:")}
     try:
-        found = first_matches(regexes, [prefix + name for prefix in prefixes for name in modules])
+        found = first_matches(regexes, [each for name in modules for each in spellings(name, renamed)])
     except ValueError as error:
-        raise _refusal(str(error)) from None
-    compiled, dotted = [], set()
-    for pattern in patterns:
-        if pattern in regexes:
-            continue
-        pattern = f"{pattern}."  # the renamed part may be the last one
-        for old, new in renamed:
-            pattern = pattern.replace(old, new) or pattern
-        pattern = pattern.removesuffix(".")
-        if "*" in pattern:
-            compiled.append(re.compile(translate(pattern)))
-        else:
-            dotted.add(pattern)  # lists are long, and experts many
+        raise refusal(str(error)) from None
+    plain = [pattern.strip(".") for pattern in patterns if pattern not in regexes]
+    compiled = [re.compile(translate(pattern)) for pattern in plain if "*" in pattern]
+    dotted = {pattern for pattern in plain if "*" not in pattern}  # lists are long, and experts many
 
     def is_named(name: str) -> bool:
         parts = name.split(".")
@@ -196,7 +215,7 @@ def _matcher(patterns: list[str], renamed: tuple[tuple[str, str], ...], modules:
         runs = (".".join(parts[start:end]) for end in ends for start in range(end)) if dotted else ()
         return name in found or not dotted.isdisjoint(runs) or any(regex.match(name) for regex in compiled)
 
-    return lambda name: any(is_named(prefix + name) for prefix in prefixes)
+    return lambda name: any(is_named(each) for each in spellings(name, renamed))
 
 
 def _all_or_none(prefix: str, name: str, parts: tuple[str, ...], is_skipped: Callable[[str], bool]) -> bool:
@@ -206,5 +225,5 @@ def _all_or_none(prefix: str, name: str, parts: tuple[str, ...], is_skipped: Cal
     skipped = [part for part in parts if is_skipped(prefix + part)]
     if skipped and len(skipped) < len(parts):
         some = ", ".join(parts) if len(parts) < 4 else f"{parts[0]} to {parts[-1]}"
-        raise _refusal(f"leaving out {prefix}{skipped[0]}, but not all of {some},")
+        raise refusal(f"leaving out {prefix}{skipped[0]}, but not all of {some},")
     return bool(skipped)

@@ -127,6 +127,7 @@ class Weights:
                     self.call("load", part)
             if not partial:
                 filler.check_complete(source, "; give all of them, or partial=True")
+            filler.check_gathered(source)
         except BaseException:
             if not filler.filled:
                 self.missing = before

@@ -55,7 +55,14 @@ def resolve_model(
         mode, why = path.stat().st_mode, "it is a file"
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no such user's home; ValueError: a NUL in it
         mode, why = 0, str(getattr(error, "strerror", None) or error).rstrip(".")
-    if stat.S_ISDIR(mode):
+    is_directory = stat.S_ISDIR(mode)
+    has_gguf = is_directory and not (path / "config.json").exists() and any(path.glob("*.gguf"))
+    if option == "model" and (has_gguf or (mode and path.suffix == ".gguf")):
+        raise CheckpointError(
+            f"{given} is GGUF, which is not read. Give the model's directory of safetensors: in 16 bits, in FP8, or in "
+            "four bits as AWQ, GPTQ, AutoRound or compressed-tensors store them."
+        )
+    if is_directory:
         return str(path)
     if mode or not HUB_ID.fullmatch(str(model)):
         file = {"model": "config.json", "lora": "adapter_config.json"}.get(option, "tokenizer.json")

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from histories import at_night
@@ -27,6 +28,8 @@ SHAPES = {
         "num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     },
 }  # fmt: skip
+INT4 = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False}}
+SHAPES |= {"int4": SHAPES["0.6b"] | INT4, "moe int4": SHAPES["moe"] | INT4}
 # around the borders at which another variant is chosen: 1, multiples of 16, powers of two
 PROMPT_LENGTHS = [
     1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256,
@@ -34,8 +37,9 @@ PROMPT_LENGTHS = [
 BATCH_SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 31, 32, 33, 48, 63, 64]
 
 
-@pytest.mark.parametrize(("shape", "num_ranks"), [("tiny", 2), ("0.6b", 1), ("moe", 1),
-                                                  *at_night(("tiny", 1), ("0.6b", 2))])  # fmt: skip
+@pytest.mark.parametrize(("shape", "num_ranks"), [
+    ("tiny", 2), ("0.6b", 1), ("moe", 1), ("moe int4", 1), *at_night(("tiny", 1), ("0.6b", 2), ("int4", 1)),
+])  # fmt: skip
 def test_the_warmup_compiles_all_that_a_run_launches_and_launches_nothing(shape, num_ranks, tmp_path):
     config = {
         "head_dim": 64, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
@@ -54,6 +58,20 @@ def test_the_warmup_compiles_all_that_a_run_launches_and_launches_nothing(shape,
         assert {"decode_gemm_sm90", "prefill_gemm_sm90", "prefill_sm90"} <= set(report["modules"])
     assert {"filters", "gumbel", "masks", "step_inputs"} <= set(report["modules"])
     assert report["launched_in_warmup"] == [] and report["not_warmed_up"] == []
+
+
+def test_a_hopper_gpu_in_place_of_others(monkeypatch):
+    import torch
+
+    from nanovllm.kernels import launch
+
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    properties = SimpleNamespace(shared_memory_per_block_optin=232_448)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    for without in (False, True):
+        monkeypatch.setattr(launch, "WITHOUT_HOPPER", without)
+        assert launch.is_sm90.__wrapped__(device) == launch.has_large_shared_memory.__wrapped__(device) == (not without)
 
 
 def test_kernels_are_loaded_once_compiled_without_an_asynchronous_mode(monkeypatch):

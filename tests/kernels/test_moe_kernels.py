@@ -14,6 +14,7 @@ from helpers import gpu_param
 
 from nanovllm import kernels
 from nanovllm.distributed.group import SINGLE_RANK
+from nanovllm.kernels import int4
 from nanovllm.kernels.fp8 import E4M3
 from nanovllm.kernels.launch import is_sm90, launch
 from nanovllm.kernels.linear.norm import SplitKPartials, quantize_tokens
@@ -411,6 +412,37 @@ def test_quantized_rows_meet_fp8_experts(C, E, I, groups, num_tokens, monkeypatc
     assert_quantized_close(got, expected)
 
 
+# Integers of four bits.
+
+
+def int4_experts(weight, group, symmetric, dtype):
+    """Random codes; scales of both signs; zeros of the whole range."""
+    E, N, C = weight.shape
+    scale = (torch.rand(E, N, C // group, device=DEVICE) * 1.5 + 0.5) * C**-0.5 / 5
+    scale[:, ::2] *= -1
+    zero = None if symmetric else torch.randint(0, 17, scale.shape, device=DEVICE, dtype=torch.int8)
+    codes = torch.randint(0, 16, (E, N, C), device=DEVICE, dtype=torch.uint8)
+    return Weight(int4.packed(codes), scale.to(dtype), zero=zero)
+
+
+@pytest.mark.parametrize("C, E, I, groups", [
+    (64, 16, 96, (64, 32)), (192, 5, 64, (32, 64)), (160, 4, 32, (160, 32)), (128, 3, 48, (128, 16)),
+])  # fmt: skip
+@pytest.mark.parametrize("num_tokens, dtype, symmetric", [
+    (0, torch.float32, True), (1, HALF, False), (3, torch.float32, True), (7, torch.float32, False), (7, HALF, True),
+    (100, torch.float32, False), gpu_param(300, HALF, False),
+])  # fmt: skip
+def test_int4_experts(num_tokens, dtype, symmetric, C, E, I, groups):
+    """One token or few row by row, more in tiles; groups of 16 units are dequantized."""
+    padding = [1] if num_tokens > 1 else []
+    problem = Problem(num_tokens, C, E, I, routing=Routing(min(3, E)), dtype=dtype, padding=padding)
+    problem.weights = [
+        int4_experts(weight, group, symmetric, dtype)
+        for weight, group in zip((problem.gate_up, problem.down), groups, strict=True)
+    ]
+    problem.check()
+
+
 FP8_PUBLISHED = {  # C, E, I, routing, groups
     "qwen3-30b-a3b": (2048, 128, 768, Routing(8), (128, 128)),
     "qwen3-30b-a3b on two": (2048, 128, 384, Routing(8), (128, 128)),
@@ -605,7 +637,7 @@ def test_layer_with_a_shared_expert(num_tokens, shared_size, monkeypatch):
     """
     config = SimpleNamespace(
         hidden_size=32, act="silu", moe=MoEConfig(8, 3, 12, shared_size=shared_size),
-        family=Family(experts="softmax", has_shared_gate=True), fp8_block=lambda *_: None,
+        family=Family(experts="softmax", has_shared_gate=True), precision=lambda *_: None,
         mlp_bias=False, residual_scale=1.0, quant_method=None,
     )  # fmt: skip
     context = SimpleNamespace(slot_mapping=slots(num_tokens))

@@ -124,7 +124,10 @@ PARSERS = """deepseek_r1 deepseek_v3 ernie45 glm45 glm47 holo2 hunyuan_a13b hy_v
 MARKS: dict[str, tuple[str, str] | None] = {
     **dict.fromkeys(PARSERS.split()), "granite": ("Here is my thought process:", "Here is my response:"),
 }  # fmt: skip
-PUBLISHED = ("compressed-tensors", "modelopt", "mxfp4")  # a checkpoint's own; "fp8" is also nanovllm's option
+# A checkpoint's own quantizations, and names of vLLM's kernels for them; "fp8" is also nanovllm's option.
+PUBLISHED = {name: name for name in ("compressed-tensors", "modelopt", "mxfp4", "awq", "gptq", "auto-round")} | {
+    "awq_marlin": "awq", "gptq_marlin": "gptq", "inc": "auto-round",
+}  # fmt: skip
 
 
 def check(keywords: dict[str, Any]) -> None:
@@ -201,9 +204,14 @@ def to_nanovllm(keywords: dict[str, Any]) -> dict[str, Any]:
         given["num_kvcache_blocks"] = -(-blocks * (block_size or 16) // given["kvcache_block_size"])
     elif (num_bytes := keywords.get("kv_cache_memory_bytes")) is not None:
         given["num_kvcache_blocks"] = num_blocks_in(num_bytes, keywords["model"], given)
-    if (method := given.get("quantization")) in PUBLISHED:
+    if (method := given.get("quantization")) not in (None, "fp8", *PUBLISHED):
+        raise ConfigError(
+            f"LLM: quantization={method!r:.200} is not supported; nanovllm allows None, 'fp8' or the checkpoint's own: "
+            f"{', '.join(map(repr, PUBLISHED))}. Take such a checkpoint, or the 16-bit one."
+        )
+    if method in PUBLISHED:
         config = config_of(keywords["model"], given.get("revision"))
-        if (published := config.model_config.quant_method) != method:
+        if (published := config.model_config.quant_method) != PUBLISHED[method]:
             has = "none" if published is None else repr(published)
             raise ConfigError(
                 f"LLM: quantization={method!r} names the quantization of a checkpoint, and {config.model_path} has "

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
+from . import int4
 from .reference import Weight
 
 
@@ -40,6 +41,8 @@ def dequantized(weight, dtype):
     """The Weight in `dtype`, without scales; as it is if it has none."""
     if weight.scale is None:
         return weight
+    if weight.is_int4:
+        return int4.dequantized(weight, dtype)
     if not has_e4m3(weight.data.device):
         return Weight(weight.dequantize(dtype))
     num_features, num_channels = weight.data.shape

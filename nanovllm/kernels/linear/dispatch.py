@@ -15,13 +15,15 @@ With e4m3 weights a single token is multiplied in its own 16 bits (W8A16). From 
 quantized to e4m3 as well (W8A8), which the FP8 tensor cores multiply at twice the rate of 16 bits: the fastest there
 (docs/experiments.md). The references do not quantize tokens. Elsewhere the weight is dequantized at each call, which is
 right, and slow. So it is for more than 256 tokens with scales of 128 channels that are not those of whole blocks of
-128 x 128, as when a rank's shard cuts blocks.
+128 x 128, as when a rank's shard cuts blocks. Weights of 4-bit integers have kernels of their own for up to 64 tokens
+(int4.py); for more, they are dequantized.
 """
 
 import torch
 import torch.nn.functional as F
 
 from ..launch import compile_only, is_sm90
+from . import int4
 from .dequantize import dequantized, has_e4m3
 from .gemv import gemv
 from .norm import SplitKPartials, rms_norm
@@ -47,6 +49,10 @@ MAX_IDLE_CHANNELS_QKV = 400
 
 def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None, act_mul=None, allow_split_k=False):
     """See reference.fused_linear. May overwrite `residual`, or return SplitKPartials of it with `allow_split_k`."""
+    if weight.is_int4:
+        if int4.multiplies(len(x), weight):
+            return int4.fused_linear(x, weight, bias, norm_weight, eps, residual, act_mul, allow_split_k)
+        x, weight, norm_weight = in_16_bits(x, weight, norm_weight, eps)
     if isinstance(residual, SplitKPartials):
         residual = residual.residual
     if len(x) == 1:
@@ -57,6 +63,10 @@ def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None,
 
 def qkv_linear(x, weight, bias, norm_weight, eps, epilogue):
     """See reference.qkv_linear."""
+    if weight.is_int4:
+        if int4.multiplies(len(x), weight):
+            return norm_rope_store(int4.fused_linear(x, weight, bias, norm_weight, eps), *epilogue)
+        x, weight, norm_weight = in_16_bits(x, weight, norm_weight, eps)
     if len(x) == 1:
         y = multiply_token(x, weight, bias, norm_weight, eps)
     else:
@@ -66,6 +76,14 @@ def qkv_linear(x, weight, bias, norm_weight, eps, epilogue):
             return prefill_gemm_sm90.prefill_gemm(x, weight, bias=bias, epilogue=epilogue)
         y = multiply(x, weight, bias)
     return norm_rope_store(y, *epilogue)
+
+
+def in_16_bits(x, weight, norm_weight, eps):
+    """The input, the weight of 4-bit integers in 16 bits, and the weight of a norm that is yet to be computed."""
+    if weight.order is not None:
+        x = x if norm_weight is None else rms_norm(x, norm_weight, eps)
+        x, norm_weight = x.index_select(1, weight.order), None
+    return x, dequantized(weight, x.dtype), norm_weight
 
 
 def multiply_token(x, weight, bias, norm_weight, eps, residual=None, act_mul=None):

@@ -6,47 +6,57 @@ references round to x.dtype after each step and leave their inputs alone; some k
 T packed tokens, C input channels, N output features, H query heads, K KV heads, D head size, NB KV blocks of BS tokens.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from .. import mxfp4
+from .. import int4, mxfp4
 from ..fp8 import E4M3, E4M3_MAX
 
 
 class Weight(NamedTuple):
     """The weight of a linear layer, y = x @ (data * scale).T."""
 
-    data: torch.Tensor  # [N, C], as in nn.Linear; with a scale e4m3, or uint8 [N, C / 2]: MXFP4 (../mxfp4.py)
+    # [N, C], as in nn.Linear; with a scale e4m3, or uint8 [N, C / 2]: MXFP4 (../mxfp4.py), int32 [N, C / 8]: ../int4.py
+    data: torch.Tensor
     # fp32 [N, G], of C / G channels each: G = 1, per output feature; C / 128; more where a shard or the end cuts blocks
-    # of MXFP4 uint8 [C / 32, N]
+    # of MXFP4 uint8 [C / 32, N]; of 4-bit integers [N, G] in the dtype of x
     scale: torch.Tensor | None = None
     block_n: int = 1  # each so many output features have the same scales
-    packed: torch.Tensor | None = None  # of data without a scale, see `pack`
+    packed: Any = None  # of data without a scale, see `pack`; of 4-bit integers see ../int4.py
+    zero: torch.Tensor | None = None  # int8 [N, G] of 4-bit integers; None: they are symmetric
+    order: torch.Tensor | None = None  # i32 [C] of 4-bit integers: the channel of x for each of data; None: its own
 
     def expert(self, i):
-        """The Weight of expert i, of data [E, N, C] and scale [E, N, G] of all experts."""
-        return self._replace(data=self.data[i], scale=None if self.scale is None else self.scale[i])
+        """The Weight of expert i, of data [E, N, C], scale and zero [E, N, G] of all experts."""
+        scale, zero = (None if x is None else x[i] for x in (self.scale, self.zero))
+        return self._replace(data=self.data[i], scale=scale, zero=zero)
 
     @property
     def is_mxfp4(self):
         return self.data.dtype == torch.uint8
 
     @property
+    def is_int4(self):
+        return self.data.dtype == torch.int32
+
+    @property
     def num_channels(self):
-        return self.data.shape[-1] * (2 if self.is_mxfp4 else 1)
+        return self.data.shape[-1] * (2 if self.is_mxfp4 else int4.CODES if self.is_int4 else 1)
 
     def has_whole_blocks(self):
         """Whether a scale is that of all channels, or of a block of 128 x 128, as the prefill GEMM needs it."""
         return self.scale.shape[1] == 1 or self.block_n % 128 == 0
 
     def dequantize(self, dtype):
-        """[N, C] in `dtype`, of experts [E, N, C]; without a scale, `data` as it is."""
+        """[N, C] in `dtype`, of experts [E, N, C], channels in the order of `data`; without a scale, as it is."""
         if self.scale is None:
             return self.data
         if self.is_mxfp4:
             return mxfp4.dequantized(self.data, self.scale, dtype)
+        if self.is_int4:
+            return int4.dequantized(self.data, self.scale, self.zero, dtype)
         groups = widened(self.data).unflatten(-1, (self.scale.shape[-1], -1))
         return groups.mul_(self.scale.unsqueeze(-1)).flatten(-2).to(dtype)
 
@@ -213,8 +223,12 @@ def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None,
     """
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
+    if weight.order is not None:
+        x = x.index_select(1, weight.order)
     if weight.packed is None:
         y = F.linear(x, weight.dequantize(x.dtype), bias)
+    elif weight.is_int4:
+        y = int4.linear(x, weight, bias)
     else:
         y = torch.ops.mkldnn._linear_pointwise(x, weight.packed, bias, "none", [], "")
     if act_mul is not None:

@@ -8,7 +8,7 @@ says what is computed.
 
 With e4m3 weights up to 4 tokens are multiplied in their own 16 bits (W8A16). From 5 on, on Hopper, rows are quantized
 to e4m3 as well, each by itself, before both products (W8A8); elsewhere tiles of the weights are widened in registers.
-So are MXFP4 weights everywhere (W4A16).
+So are MXFP4 weights and 4-bit integers everywhere (W4A16).
 The references do not quantize rows. Where Triton converts no e4m3, or scales are of channels that are no multiple of
 16, all experts are dequantized at each call, which is right, and slow.
 """
@@ -21,6 +21,7 @@ from ..linear.dequantize import dequantized, has_e4m3
 from ..linear.dispatch import fused_linear
 from ..linear.norm import SplitKPartials, quantize_tokens, rms_norm
 from ..linear.reference import Tokens, Weight
+from ..linear.unpack_int4 import VECTOR, group_of
 from .gemv import down_rows, gate_up_rows
 from .grouped_gemm import grouped_config, grouped_gemm, scale_group, sum_rows
 from .route import group_rows, route, router_partials
@@ -68,12 +69,14 @@ def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_u
     h = torch.empty((num_tokens * top_k, num_units), dtype=x.dtype, device=x.device)
     x = tokens_for(x, gate_up)
     has_large = has_large_shared_memory(residual.device)
-    config = grouped_config(len(h), num_experts, True, x.scale is not None, gate_up.is_mxfp4, has_large)
+    kinds = x.scale is not None, gate_up.is_mxfp4, has_large, gate_up.is_int4
+    config = grouped_config(len(h), num_experts, True, *kinds)
     grouped_gemm(config, x, gate_up, rows, counts, h, top_k, act, bias=of_gate_up, limit=limit)
     parts_dtype = torch.float32 if num_tokens <= MAX_TOKENS_FP32 else x.dtype
     parts = torch.empty((top_k, num_tokens, num_channels), dtype=parts_dtype, device=h.device)
     h = Tokens(h, h.dtype) if down.is_mxfp4 else tokens_for(h, down)  # that is in order already
-    config = grouped_config(len(h.data), num_experts, False, h.scale is not None, down.is_mxfp4, has_large)
+    kinds = h.scale is not None, down.is_mxfp4, has_large, down.is_int4
+    config = grouped_config(len(h.data), num_experts, False, *kinds)
     grouped_gemm(config, h, down, rows, counts, parts, top_k, weights=weights, bias=of_down)
     if add_residual and allow_split_k:
         return SplitKPartials(base, parts)
@@ -95,8 +98,12 @@ def takes_mxfp4():
 
 def usable(weight, dtype):
     """The Weight as it is if the kernels can widen it, else in `dtype`."""
-    if weight.scale is None or weight.is_mxfp4 or (scale_group(weight) % 16 == 0 and has_e4m3(weight.data.device)):
+    if weight.scale is None or weight.is_mxfp4:
         return weight
+    if not weight.is_int4 and scale_group(weight) % 16 == 0 and has_e4m3(weight.data.device):
+        return weight
+    if weight.is_int4:
+        return weight if group_of(weight) % VECTOR == 0 else dequantized(weight, dtype)
     flat = Weight(weight.data.flatten(0, 1), weight.scale.flatten(0, 1))
     return Weight(dequantized(flat, dtype).data.view(weight.data.shape))
 
@@ -108,5 +115,6 @@ def tokens_for(x, weight):
     """
     if weight.is_mxfp4:
         return Tokens(reordered(x), x.dtype)
-    in_fp8 = is_sm90(x.device) and x.element_size() == 2 and scale_group(weight) % 32 == 0 < scale_group(weight)
+    takes_fp8 = scale_group(weight) % 32 == 0 < scale_group(weight) and not weight.is_int4
+    in_fp8 = takes_fp8 and is_sm90(x.device) and x.element_size() == 2
     return quantize_tokens(x) if in_fp8 else Tokens(x, x.dtype)

@@ -2,7 +2,8 @@
 
 Owns `gate_up_rows` and `down_rows`. Bound by reading the weights of the chosen experts; with few tokens hardly two rows
 share one. An e4m3 weight is multiplied as in linear/gemv.py: in fp16 on NVIDIA GPUs, where four e4m3, or two numbers of
-16 bits, are loaded as an int32. An MXFP4 weight likewise, eight numbers an int32 (unpack.py).
+16 bits, are loaded as an int32. An MXFP4 weight likewise, eight numbers an int32 (unpack.py), and 4-bit integers
+(linear/unpack_int4.py).
 
 Legend: route.py; C channels, I intermediate units of an expert. In 16 bits, with a shared expert of the same size, k
 counts it: it is expert E, the last of each token, and its weights are tensors of their own.
@@ -16,6 +17,7 @@ import triton.language as tl
 
 from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
 from ..linear.gemv import activate, dot_fp8, load_pairs, multiplies_in_fp16, unpack
+from ..linear.unpack_int4 import VECTOR, dot_int4, group_of, load_zero, uses_asm
 from .unpack import dot_mxfp4, dot_mxfp4_plain, e8m0
 
 
@@ -23,7 +25,7 @@ class RowsConfig(NamedTuple):
     """How the products are cut into programs; changes only the order of summation."""
 
     units: int  # of a program of the first product
-    vectors: int  # of a step, of each of a unit's two rows; of 8 channels, with products in fp16 16, of MXFP4 32
+    vectors: int  # of a step, of each of a unit's two rows; of 8 channels, with products in fp16 16, of 4 bits 32
     warps: int
     channels: int  # of a program of the second product
     down_vectors: int  # of a step, of each of its channels
@@ -88,7 +90,8 @@ def gate_up_rows_kernel(
     x_ptr,  # [T, C] contiguous, written by a kernel before; of pairs where the weight is int32
     norm_weight_ptr,  # [C] or None; None with scales
     weight_ptr,  # [E, 2 I, C]; fours of e4m3 are int32 [E, 2 I, C / 4]; of MXFP4 uint8 [E, 2 I, C / 2] or int32
-    scale_ptr,  # fp32 [E, 2 I, NUM_GROUPS], of MXFP4 uint8 [E, NUM_GROUPS, 2 I]; only with NUM_GROUPS
+    scale_ptr,  # fp32 or of INT4 [E, 2 I, NUM_GROUPS], of MXFP4 uint8 [E, NUM_GROUPS, 2 I]; only with NUM_GROUPS
+    zero_ptr,  # int8 [E, 2 I, NUM_GROUPS] or None, of INT4
     bias_ptr,  # [E, 2 I] or None
     shared_ptr,  # [2 I, C], the shared expert's weight, or None
     ids_ptr,  # i32[T * k], written by the kernel before
@@ -100,6 +103,8 @@ def gate_up_rows_kernel(
     NUM_UNITS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,  # of channels with a scale; 0: no scales
     MXFP4: tl.constexpr,
+    INT4: tl.constexpr,  # the weight is int32 [E, 2 I, C / 8]
+    USE_ASM: tl.constexpr,  # of INT4
     BLOCK_I: tl.constexpr,
     BLOCK_C: tl.constexpr,
     ACT: tl.constexpr,
@@ -108,9 +113,9 @@ def gate_up_rows_kernel(
 ):
     """One program: BLOCK_I units of one row, all channels."""
     pdl_launch_dependents(USE_PDL)
-    IS_PAIRS: tl.constexpr = weight_ptr.dtype.element_ty == tl.int32
-    PACK: tl.constexpr = (8 if IS_PAIRS else 2) if MXFP4 else 4 if IS_PAIRS else 1
-    VECTOR: tl.constexpr = 32 if MXFP4 else 16 if IS_PAIRS else 8
+    IS_PAIRS: tl.constexpr = weight_ptr.dtype.element_ty == tl.int32 and not INT4
+    PACK: tl.constexpr = 8 if INT4 else (8 if IS_PAIRS else 2) if MXFP4 else 4 if IS_PAIRS else 1
+    VECTOR: tl.constexpr = 32 if MXFP4 or INT4 else 16 if IS_PAIRS else 8
     IS_BF16: tl.constexpr = h_ptr.dtype.element_ty == tl.bfloat16
     row = tl.program_id(1)
     local = tl.arange(0, 2 * BLOCK_I)
@@ -130,6 +135,8 @@ def gate_up_rows_kernel(
     weight_ptr += expert * (2 * NUM_UNITS * NUM_CHANNELS // PACK)
     if NUM_GROUPS > 0:
         scale_ptr += expert * (2 * NUM_UNITS * NUM_GROUPS)
+    if zero_ptr is not None:
+        zero_ptr += expert * (2 * NUM_UNITS * NUM_GROUPS)
     if shared_ptr is not None:
         weight_ptr = tl.where(expert == NUM_EXPERTS, shared_ptr, weight_ptr)
     weight_ptrs = weight_ptr + offs
@@ -145,7 +152,11 @@ def gate_up_rows_kernel(
             )  # fmt: skip
         # Returns at once. ptxas moves no load across it: all those of the weight are in flight before one is used.
         pdl_wait(USE_PDL)
-        if MXFP4 and IS_PAIRS:
+        if INT4:
+            groups = feature[None, :] * NUM_GROUPS + (first + channel) // (NUM_CHANNELS // NUM_GROUPS)
+            zero = load_zero(zero_ptr, groups, exists[None, :] & inside)
+            dot, _ = dot_int4(x_ptr, None, first + channel, inside, weight, zero, USE_ASM)
+        elif MXFP4 and IS_PAIRS:
             dot = dot_mxfp4(x_ptr, first + channel, inside, weight, IS_BF16)
         elif MXFP4:
             dot = dot_mxfp4_plain(x_ptr, first + channel, inside, weight)
@@ -175,7 +186,8 @@ def gate_up_rows_kernel(
 def down_rows_kernel(
     h_ptr,  # [T * k, I] contiguous, written by the kernel before; of pairs where the weight is int32
     weight_ptr,  # [E, C, I]; fours of e4m3 are int32 [E, C, I / 4]; of MXFP4 uint8 [E, C, I / 2] or int32
-    scale_ptr,  # fp32 [E, C, NUM_GROUPS], of MXFP4 uint8 [E, NUM_GROUPS, C]; only with NUM_GROUPS
+    scale_ptr,  # fp32 or of INT4 [E, C, NUM_GROUPS], of MXFP4 uint8 [E, NUM_GROUPS, C]; only with NUM_GROUPS
+    zero_ptr,  # int8 [E, C, NUM_GROUPS] or None, of INT4
     bias_ptr,  # [E, C] or None
     shared_ptr,  # [C, I], the shared expert's weight, or None
     ids_ptr,  # i32[T, k]
@@ -187,6 +199,8 @@ def down_rows_kernel(
     NUM_UNITS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,  # of units with a scale; 0: no scales
     MXFP4: tl.constexpr,
+    INT4: tl.constexpr,  # the weight is int32 [E, C, I / 8]
+    USE_ASM: tl.constexpr,  # of INT4
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -195,9 +209,9 @@ def down_rows_kernel(
     """One program: BLOCK_N channels of one token. Its experts' units lie end to end, BLOCK_V vectors of them a step, so
     that the loads of all experts are in flight together."""
     pdl_launch_dependents(USE_PDL)
-    IS_PAIRS: tl.constexpr = weight_ptr.dtype.element_ty == tl.int32
-    PACK: tl.constexpr = (8 if IS_PAIRS else 2) if MXFP4 else 4 if IS_PAIRS else 1
-    VECTOR: tl.constexpr = 32 if MXFP4 else 16 if IS_PAIRS else 8
+    IS_PAIRS: tl.constexpr = weight_ptr.dtype.element_ty == tl.int32 and not INT4
+    PACK: tl.constexpr = 8 if INT4 else (8 if IS_PAIRS else 2) if MXFP4 else 4 if IS_PAIRS else 1
+    VECTOR: tl.constexpr = 32 if MXFP4 or INT4 else 16 if IS_PAIRS else 8
     VECTORS: tl.constexpr = (NUM_UNITS + VECTOR - 1) // VECTOR  # of an expert
     IS_BF16: tl.constexpr = y_ptr.dtype.element_ty == tl.bfloat16
     token = tl.program_id(1).to(tl.int64)
@@ -229,7 +243,11 @@ def down_rows_kernel(
             )  # fmt: skip
         pdl_wait(USE_PDL)  # as above
         in_h = choice * NUM_UNITS + unit
-        if MXFP4 and IS_PAIRS:
+        if INT4:
+            groups = (expert * NUM_CHANNELS + n[None, :]) * NUM_GROUPS + unit // (NUM_UNITS // NUM_GROUPS)
+            zero = load_zero(zero_ptr, groups, inside & exists[None, :])
+            dot, _ = dot_int4(h_ptr, None, in_h, inside, weight, zero, USE_ASM)
+        elif MXFP4 and IS_PAIRS:
             dot = dot_mxfp4(h_ptr, in_h, inside, weight, IS_BF16)
         elif MXFP4:
             dot = dot_mxfp4_plain(h_ptr, in_h, inside, weight)
@@ -260,6 +278,9 @@ def operands(x, weight):
     data, scale = weight.data, weight.scale
     assert x.is_contiguous() and data.is_contiguous() and (scale is None or scale.is_contiguous())
     num_groups = 0 if scale is None else scale.shape[1 if weight.is_mxfp4 else 2]
+    if weight.is_int4:
+        assert group_of(weight) % VECTOR == 0 and (weight.zero is None or weight.zero.is_contiguous())
+        return x, data, scale, num_groups, VECTOR, CONFIGS[4]
     config = CONFIGS[4 if weight.is_mxfp4 else 8 if data.element_size() == 1 else 16]
     vector = 32 if weight.is_mxfp4 else 8
     if multiplies_in_fp16(x, weight, None):
@@ -280,10 +301,11 @@ def gate_up_rows(x, norm_weight, eps, weight, ids, act, bias=None, limit=0.0, sh
     x, data, scale, num_groups, vector, config = operands(x, weight)
     num_vectors = min(config.vectors, triton.next_power_of_2(triton.cdiv(num_channels, vector)))
     launch(
-        gate_up_rows_kernel, (triton.cdiv(num_units, config.units), len(h)), x, norm_weight, data, scale, bias,
-        shared, ids, h, eps,
+        gate_up_rows_kernel, (triton.cdiv(num_units, config.units), len(h)), x, norm_weight, data, scale,
+        weight.zero, bias, shared, ids, h, eps,
         TOP_K=top_k, NUM_EXPERTS=len(data), NUM_CHANNELS=num_channels, NUM_UNITS=num_units, NUM_GROUPS=num_groups,
-        MXFP4=weight.is_mxfp4, BLOCK_I=config.units, BLOCK_C=num_vectors * vector,
+        MXFP4=weight.is_mxfp4, INT4=weight.is_int4, USE_ASM=uses_asm(h), BLOCK_I=config.units,
+        BLOCK_C=num_vectors * vector,
         ACT=act, LIMIT=limit, num_warps=fitting_warps(config.warps, num_vectors), **launch_options(x.device),
     )  # fmt: skip
     return h
@@ -298,10 +320,10 @@ def down_rows(h, weight, ids, weights, residual, bias=None, shared=None):
     num_vectors = min(config.down_vectors, triton.next_power_of_2(top_k * triton.cdiv(num_units, vector)))
     launch(
         down_rows_kernel, (triton.cdiv(num_channels, config.channels), num_tokens),
-        h, data, scale, bias, shared, ids, weights, residual, y,
+        h, data, scale, weight.zero, bias, shared, ids, weights, residual, y,
         TOP_K=top_k, NUM_CHANNELS=num_channels, NUM_UNITS=num_units, NUM_GROUPS=num_groups, MXFP4=weight.is_mxfp4,
-        BLOCK_K=triton.next_power_of_2(top_k), BLOCK_N=config.channels, BLOCK_V=num_vectors,
-        num_warps=fitting_warps(config.down_warps, num_vectors), **launch_options(h.device),
+        INT4=weight.is_int4, USE_ASM=uses_asm(y), BLOCK_K=triton.next_power_of_2(top_k), BLOCK_N=config.channels,
+        BLOCK_V=num_vectors, num_warps=fitting_warps(config.down_warps, num_vectors), **launch_options(h.device),
     )  # fmt: skip
     return y
 

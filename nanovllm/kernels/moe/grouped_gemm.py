@@ -13,9 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import has_inline_asm, launch, launch_options, pdl_launch_dependents, pdl_wait
+from ..launch import has_large_shared_memory, launch, launch_options, pdl_launch_dependents, pdl_wait
+from ..linear.unpack_int4 import load_zero, uses_asm
+from ..linear.unpack_int4 import unpack_tile as unpack_int4
 from .gemv import gated
 from .unpack import column_of, in_order, load_scales, place_in_tile, unpack_tile
+
+SMALL_BYTES = 96 << 10  # of shared memory for the tiles of all steps in flight, where a program may use 99 KB
 
 
 @triton.jit
@@ -24,6 +28,20 @@ def load_weight(ptrs, step, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
         return tl.load(ptrs + step)
     else:
         return tl.load(ptrs + step, mask=(step + k < K)[None, :], other=0.0)
+
+
+@triton.jit
+def load_tile(
+    ptrs, zero_ptr, features, step, k, K: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    INT4: tl.constexpr, DTYPE: tl.constexpr, USE_ASM: tl.constexpr,
+):  # fmt: skip
+    """Load a weight's tile [BLOCK_N, BLOCK_K]; of 4-bit integers in DTYPE, the channels [BLOCK_K] from its words."""
+    if INT4:
+        zero = load_zero(zero_ptr, features * (K // GROUP) + step // GROUP, features >= 0)
+        words = load_weight(ptrs, step // 8, tl.arange(0, BLOCK_K // 8), K // 8, BLOCK_K // 8)
+        return unpack_int4(words, zero, DTYPE, USE_ASM)
+    else:
+        return load_weight(ptrs, step, k, K, BLOCK_K)
 
 
 @triton.jit
@@ -63,8 +81,9 @@ def dot_mxfp4(x, words, scale, acc, WARPS: tl.constexpr, PRECISION: tl.constexpr
 def grouped_gemm_kernel(
     x_ptr,  # [*, X_CHANNELS] contiguous, written by a kernel before
     x_scale_ptr,  # fp32 [*], only where x is e4m3
-    weight_ptr,  # [E, N, K]; with GATED [E, 2 N, K], gate features before up features; of MXFP4 int32, K / 8
-    scale_ptr,  # fp32 [E, N or 2 N, K / GROUP], of MXFP4 int32 [E, K / 32, N / 4 or N / 2]; only with GROUP
+    weight_ptr,  # [E, N, K]; with GATED [E, 2 N, K], gate before up features; of MXFP4 and INT4 int32, K / 8
+    scale_ptr,  # fp32 or of INT4 [E, N or 2 N, K / GROUP], of MXFP4 int32 [E, K / 32, N / 4 or N / 2]; with GROUP
+    zero_ptr,  # int8 [E, N or 2 N, K / GROUP] or None, of INT4
     bias_ptr,  # [E, N or 2 N] or None
     rows_ptr,  # i32[E, T]
     counts_ptr,  # i32[E]
@@ -79,7 +98,8 @@ def grouped_gemm_kernel(
     Y_CHANNELS: tl.constexpr,  # N; of MXFP4, with GATED, likewise
     GROUP: tl.constexpr,  # channels of a scale of the weight, a multiple of BLOCK_K, or all; 0: no scales
     MXFP4: tl.constexpr,
-    USE_ASM: tl.constexpr,  # of MXFP4
+    INT4: tl.constexpr,
+    USE_ASM: tl.constexpr,  # of both
     ACT: tl.constexpr,  # of GATED
     LIMIT: tl.constexpr,  # of GATED
     GATED: tl.constexpr,  # x is [T, K], the result act(gate) * up; else x is [T * k, K], the result weight * y
@@ -99,8 +119,10 @@ def grouped_gemm_kernel(
     offs_m = tl.arange(0, BLOCK_M)
     NUM_FEATURES: tl.constexpr = 2 * N if GATED else N
     features = expert * NUM_FEATURES + n % N
+    PACK: tl.constexpr = 8 if INT4 else 1
     if not MXFP4:
-        weight_ptrs = weight_ptr + expert * (NUM_FEATURES * K) + (n % N).to(tl.int64)[:, None] * K + k[None, :]
+        weight_ptrs = weight_ptr + expert * (NUM_FEATURES * (K // PACK)) + (n % N).to(tl.int64)[:, None] * (K // PACK)
+        weight_ptrs += tl.arange(0, BLOCK_K // PACK)[None, :]
     else:
         word, group = tl.arange(0, BLOCK_K // 8), tl.arange(0, BLOCK_K // 32)
         first_n = tl.program_id(0) // split_m * BLOCK_N
@@ -135,9 +157,15 @@ def grouped_gemm_kernel(
                 if GATED:
                     up_scale = load_scale(scale_ptr, features + N, step, K, GROUP)
                 x = tl.load(x_ptrs + step, mask=is_row[:, None] & (step + k < K)[None, :], other=0.0)
-                acc = dot_tile(x, load_weight(weight_ptrs, step, k, K, BLOCK_K), scale, acc, GROUP, SWAP_AB, PRECISION)
+                weight = load_tile(
+                    weight_ptrs, zero_ptr, features, step, k, K, BLOCK_K, GROUP, INT4, x.dtype, USE_ASM
+                )
+                acc = dot_tile(x, weight, scale, acc, GROUP, SWAP_AB, PRECISION)
                 if GATED:
-                    weight = load_weight(weight_ptrs + N * K, step, k, K, BLOCK_K)
+                    weight = load_tile(
+                        weight_ptrs + N * (K // PACK), zero_ptr, features + N, step, k, K, BLOCK_K, GROUP, INT4,
+                        x.dtype, USE_ASM,
+                    )
                     up = dot_tile(x, weight, up_scale, up, GROUP, SWAP_AB, PRECISION)
         if x_scale_ptr is not None:
             x_scale = tl.load(x_scale_ptr + x_row, mask=is_row, other=0.0)
@@ -200,13 +228,19 @@ class GroupedConfig(NamedTuple):
     num_stages: int
 
 
-def grouped_config(num_rows, num_experts, gated, is_fp8=False, is_mxfp4=False, large_shared_memory=True):
+def grouped_config(
+    num_rows, num_experts, gated, is_fp8=False, is_mxfp4=False, large_shared_memory=True, is_int4=False
+):
     """By the mean number of rows of an expert; swept on an H200 at 128 experts of 768 units, 2,048 channels.
 
     `is_fp8`: tokens and weights are e4m3, by count of bytes in flight; a sweep on an H100 found no better. `is_mxfp4`:
-    the weights, swept on an H100 with gpt-oss-20b's; less memory as in launch.py.
+    the weights, swept on an H100 with gpt-oss-20b's; less memory as in launch.py. `is_int4`: the weights, not measured.
     """
     mean = num_rows / num_experts
+    if is_int4:
+        if mean <= 32:
+            return GroupedConfig(16 if mean <= 8 else 32, 64, 128, 4, 4)
+        return GroupedConfig(64, 64 if gated else 128, 128, 8, 3)  # with 4 warps its sums spill
     if is_mxfp4:
         if mean <= 8:
             return GroupedConfig(16, 128, 128, 4, 3 if gated else 4)
@@ -234,7 +268,7 @@ def grouped_config(num_rows, num_experts, gated, is_fp8=False, is_mxfp4=False, l
 
 
 def scale_group(weight):
-    """Channels of a scale of a Weight; 0: it has none, or is MXFP4."""
+    """Channels of a scale of a Weight, of integers, too; 0: it has none, or is MXFP4."""
     return 0 if weight.scale is None or weight.is_mxfp4 else weight.num_channels // weight.scale.shape[2]
 
 
@@ -255,11 +289,15 @@ def grouped_gemm(config, x, weight, rows, counts, y, top_k, act=None, weights=No
     usual_rows = min(num_tokens, 2 * num_tokens * top_k // num_experts + 1)
     split_m = triton.cdiv(usual_rows, config.block_m)
     num_stages = config.num_stages if x.data.element_size() < 4 else 2  # of fp32, shared memory holds one step's tiles
+    if not has_large_shared_memory(y.device):
+        of_weight = config.block_n * (2 if gated else 1) * data.element_size() * data.shape[2] // num_channels
+        step_bytes = block_k * (config.block_m * x.data.element_size() + of_weight)
+        num_stages = min(num_stages, 1 + SMALL_BYTES // step_bytes)
     launch(
         grouped_gemm_kernel, (triton.cdiv(num_outputs, config.block_n) * split_m, num_experts),
-        x.data, x.scale, data, scale, bias, rows, counts, weights, y, num_tokens, split_m,
+        x.data, x.scale, data, scale, weight.zero, bias, rows, counts, weights, y, num_tokens, split_m,
         TOP_K=top_k, N=num_outputs, K=num_channels, X_CHANNELS=x.data.shape[1], Y_CHANNELS=y.shape[-1], GROUP=group,
-        MXFP4=is_mxfp4, USE_ASM=is_mxfp4 and has_inline_asm(y.device) and x.data.element_size() == 2, ACT=act,
+        MXFP4=is_mxfp4, INT4=weight.is_int4, USE_ASM=(is_mxfp4 or weight.is_int4) and uses_asm(x.data), ACT=act,
         LIMIT=limit, GATED=gated, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=block_k,
         SWAP_AB=is_mxfp4 or config.block_m < 64, PRECISION="ieee" if x.data.dtype == torch.float32 else "tf32",
         WARPS=config.num_warps, num_warps=config.num_warps, num_stages=num_stages, **launch_options(y.device),

@@ -22,8 +22,10 @@ for used, said in [
 with pytest.raises(ValueError, match=r"generate: guided_options_request='x' is not supported by nanovllm"):
     LLM.generate(None, "x", guided_options_request="x")
 
-with pytest.raises(ValueError, match=r"quantization='awq' must be None or 'fp8'\."):
+with pytest.raises(ValueError, match=r"quantization='awq' names the quantization of a checkpoint, and .* has none"):
     LLM(model=sys.argv[1], quantization="awq")
+with pytest.raises(ValueError, match=r"quantization='bitsandbytes' is not supported; .*, 'awq',.* or the 16-bit one"):
+    LLM(model=sys.argv[1], quantization="bitsandbytes")
 with pytest.raises(ValueError, match=r"no option 'quantisation'\. Did you mean 'quantization'\?"):
     LLM(model=sys.argv[1], quantisation=None)
 with pytest.raises(ValueError, match=r"reasoning_parser='qwen4' is not supported; allowed are deepseek_r1, "):

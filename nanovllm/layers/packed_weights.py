@@ -1,0 +1,216 @@
+"""Brings packed integers of checkpoints to parameters of 4-bit integers, or to numbers where a layer has 16 bits.
+
+A module has several tensors, maybe in several files; ``models/loader.py`` gathers them. Each layout becomes codes
+[N, C], scales and zeros [N, G]; a weight is (code - zero) * scale. ``kernels/int4.py`` has the form of parameters.
+
+Legend: N output features, C input channels, G groups, all of a checkpoint tensor. A word has 32 / bits numbers.
+"""
+
+import math
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from nanovllm.errors import CheckpointError
+from nanovllm.kernels import int4
+from nanovllm.layers.weight_loader import CheckpointTensor, check_dtype
+
+if TYPE_CHECKING:
+    from nanovllm.models.quantization_config import PackedInts
+
+# AWQ's order of the eight features of a word
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
+KINDS = {  # by layout: ends of the names of a module's tensors; those of codes, of scales and of zeros first
+    "compressed-tensors": ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape"),
+    "awq": ("qweight", "scales", "qzeros"),
+    "gptq": ("qweight", "scales", "qzeros", "g_idx"),
+    "gptq_v2": ("qweight", "scales", "qzeros", "g_idx"),
+}
+ALL_KINDS = frozenset(kind for kinds in KINDS.values() for kind in kinds)
+
+
+def new_int4_weight(output_size: int, input_size: int, scheme: "PackedInts",
+                    *experts: int) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter | None, torch.Tensor | None]:
+    """Words, scale, zero and order of a weight, uninitialised, for N and C of this rank.
+
+    Its groups are the largest that divide both the checkpoint's and C. ``data.halves`` are the others. An order of -1
+    is not known yet.
+    """
+    size = math.gcd(scheme.group_size, input_size)
+    groups = *experts, output_size, input_size // size
+    words = torch.empty(*experts, output_size, input_size // int4.CODES, dtype=torch.int32)
+    data, scale = (nn.Parameter(x, requires_grad=False) for x in (words, torch.empty(groups)))
+    zero = None if scheme.symmetric else nn.Parameter(torch.empty(groups, dtype=torch.int8), requires_grad=False)
+    order = torch.full((input_size,), -1, dtype=torch.int32) if scheme.act_order else None
+    data.halves = scale, zero, order  # type: ignore[attr-defined]
+    return data, scale, zero, order
+
+
+def needed(scheme: "PackedInts") -> set[str]:
+    """Kinds of a module's tensors that are read together. GPTQ's ``g_idx`` without an order is checked by itself."""
+    kinds = set(KINDS[scheme.layout])
+    if scheme.layout == "compressed-tensors" and scheme.symmetric:
+        kinds.discard("weight_zero_point")
+    return kinds if scheme.act_order else kinds - {"g_idx"}
+
+
+def check_in_order(scheme: "PackedInts", g_idx: CheckpointTensor) -> None:
+    """Raises CheckpointError unless each group has neighbouring channels."""
+    groups = g_idx.read(...).long()
+    places = torch.arange(len(groups), device=groups.device)
+    if not torch.equal(groups, places // (scheme.group_size or len(groups))):
+        raise CheckpointError(
+            f"tensor {g_idx.name!r} orders the channels, which quantization_config denies (desc_act). Take a "
+            "checkpoint whose config says so, or the 16-bit one."
+        )
+
+
+@dataclass(frozen=True)
+class PackedTensors:
+    """The tensors of a module, by their kinds."""
+
+    name: str  # of the module in the checkpoint
+    scheme: "PackedInts"
+    tensors: dict[str, CheckpointTensor]
+
+    def _read(self, place: int, dtype: torch.dtype | None = torch.int32) -> torch.Tensor:
+        tensor = self.tensors[KINDS[self.scheme.layout][place]]
+        if dtype is None:  # scales, which may be negative
+            tensor = tensor.at_least(-sys.float_info.max)
+        part = tensor.read(...)
+        if part.dim() != 2:
+            raise CheckpointError(f"tensor {tensor.name!r} has shape {tensor.shape}, expected two dimensions.")
+        if dtype is None:
+            check_dtype(part, torch.float32, tensor.name)
+        elif part.dtype != dtype:
+            given, expected = (str(x).removeprefix("torch.") for x in (part.dtype, dtype))
+            raise CheckpointError(f"tensor {tensor.name!r} is of {given}, expected {expected}.")
+        return part
+
+    @cached_property
+    def words(self) -> torch.Tensor:
+        """Words as stored: a row is a feature, with AWQ a channel."""
+        words = self._read(0)
+        return words.T if self.scheme.layout in ("gptq", "gptq_v2") else words
+
+    @cached_property
+    def shape(self) -> tuple[int, int]:
+        """(N, C)."""
+        rows, columns = self.words.shape
+        per_word = 32 // self.scheme.bits
+        if self.scheme.layout == "awq":
+            return columns * per_word, rows
+        if self.scheme.layout != "compressed-tensors":
+            return rows, columns * per_word
+        N, C = self.tensors["weight_shape"].fit([2]).read(...).tolist()
+        self.tensors["weight_packed"].fit([N, -(-C // per_word)])
+        return N, C
+
+    @cached_property
+    def codes(self) -> torch.Tensor:
+        """uint8 [N, C], channels in the order of their groups."""
+        codes = int4.codes_of(self.words, self.scheme.bits)
+        if self.scheme.layout == "awq":
+            codes = codes.unflatten(1, (-1, 8))[..., AWQ_ORDER].flatten(1).T
+        codes = codes[:, : self.shape[1]]
+        return codes if self.order is None else codes[:, self.order]
+
+    @cached_property
+    def order(self) -> torch.Tensor | None:
+        """The channels sorted by their groups; None: as they are."""
+        if not self.scheme.act_order:
+            return None
+        groups = self.tensors["g_idx"].read(...).long()
+        order = groups.argsort(stable=True)
+        places = torch.arange(len(groups), device=groups.device)
+        if not torch.equal(groups[order], places // self.scheme.group_size):
+            raise CheckpointError(
+                f"tensor {self.tensors['g_idx'].name!r} has groups that are not of {self.scheme.group_size} channels."
+            )
+        return order
+
+    @cached_property
+    def scales(self) -> torch.Tensor:
+        """[N, G] of the file's groups."""
+        scales = self._read(1, None)
+        scales = scales if self.scheme.layout == "compressed-tensors" else scales.T
+        N, C = self.shape
+        expected = [N, -(-C // (self.scheme.group_size or C))]
+        if list(scales.shape) != expected:
+            raise CheckpointError(
+                f"module {self.name!r} has scales of {list(scales.shape)} features and groups, expected {expected}."
+            )
+        return scales
+
+    @cached_property
+    def zeros(self) -> torch.Tensor | None:
+        """int16 [N, G] of the file's groups; None: half the range, which is checked."""
+        scheme, middle = self.scheme, 1 << (self.scheme.bits - 1)
+        if scheme.layout == "compressed-tensors":
+            if scheme.symmetric:
+                return None
+            zeros = int4.codes_of(self._read(2).T, scheme.bits).T[: self.shape[0]].short()
+        else:
+            stored = int4.codes_of(self._read(2), scheme.bits)
+            if scheme.layout == "awq":
+                stored = stored.unflatten(1, (-1, 8))[..., AWQ_ORDER].flatten(1)
+            zeros = stored.T.short() + (scheme.layout == "gptq")
+        if zeros.shape != self.scales.shape:
+            raise CheckpointError(
+                f"module {self.name!r} has zeros of {list(zeros.shape)} features and groups, expected "
+                f"{list(self.scales.shape)}."
+            )
+        if scheme.symmetric and not bool((zeros == middle).all()):
+            raise CheckpointError(
+                f"module {self.name!r} has zeros from {int(zeros.min())} to {int(zeros.max())}, expected {middle}, for "
+                f"quantization_config says that it is symmetric. A checkpoint_format of 'gptq' stores them less one, "
+                "'gptq_v2' as they are."
+            )
+        if scheme.layout == "gptq" and int(zeros.max()) > 2 * middle - 1:
+            raise CheckpointError(
+                f"module {self.name!r} has a zero that readers of checkpoint_format 'gptq' take for 0 or for "
+                f"{2 * middle}. Take a checkpoint of 'gptq_v2', or a symmetric one."
+            )
+        return None if scheme.symmetric else zeros
+
+    def spread(self, groups: torch.Tensor, size: int) -> torch.Tensor:
+        """Repeat [N, G] for groups of ``size`` channels, which divides both a group of the file and a row."""
+        C = self.shape[1]
+        columns = torch.arange(C // size, device=groups.device) * size // (self.scheme.group_size or C)
+        return groups[:, columns]
+
+    def dequantized(self) -> CheckpointTensor:
+        """The module's weight, fp32 [N, C], channels in the order of the file."""
+        zeros = 1 << (self.scheme.bits - 1) if self.zeros is None else self.spread(self.zeros, 1)
+        weight = (self.codes.float() - zeros) * self.spread(self.scales, 1).float()
+        if self.order is not None:
+            weight = torch.empty_like(weight).index_copy_(1, self.order, weight)
+        return CheckpointTensor.of(f"{self.name}.weight", weight)
+
+    def writes(self, data: Any) -> list[tuple[Any, CheckpointTensor]]:
+        """The parameters of a weight of 4-bit integers, each with its tensor."""
+        scale, zero, order = data.halves
+        size = data.shape[-1] * int4.CODES // scale.shape[-1]
+        is_stored = self.scheme.layout != "awq" and self.order is None and self.scheme.bits == 4
+        words = self.words if is_stored and self.shape[1] % int4.CODES == 0 else int4.packed(self.codes)
+        pairs = [(data, words), (scale, self.spread(self.scales, size))]
+        zeros = self.zeros  # checked also where they are one number
+        if zeros is not None:
+            pairs.append((zero, self.spread(zeros, size).to(torch.int8)))
+        if order is not None and self.order is not None:
+            self._copy_order(order, self.order)
+        return [(param, CheckpointTensor.of(self.name, tensor)) for param, tensor in pairs]
+
+    def _copy_order(self, here: torch.Tensor, given: torch.Tensor) -> None:
+        """The parts of a merged layer have one order, that of their input; it stays the engine's."""
+        if bool((here < 0).all()):
+            here.copy_(given)
+        elif not torch.equal(here, given.to(here)):
+            raise CheckpointError(
+                f"module {self.name!r} orders the channels of its input (g_idx) otherwise than the layers beside it or "
+                "the weights before an update. Take a checkpoint without desc_act, or start a new engine."
+            )

@@ -1,0 +1,276 @@
+"""Finds a model's weights of packed integers: compressed-tensors' "pack-quantized", AWQ, GPTQ and AutoRound.
+
+Each module of a checkpoint has its own bits, groups and zeros, or is left in 16 bits. Every field of
+``quantization_config`` that changes the numbers is honoured or refused. ``layers/packed_weights.py`` reads the tensors.
+Imports no torch.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from nanovllm.models.families import Family
+from nanovllm.models.quantization_config import (
+    ANY,
+    E4M3,
+    PackedInts,
+    check_fields,
+    linears,
+    refusal,
+    skipped_modules,
+    spellings,
+)
+from nanovllm.utils.patterns import first_matches
+
+FLAG, UNSET = (True, False), (None, False)
+BLOCKS = "block_name_to_quantize", "to_quant_block_names", "quant_block_list"  # by AutoRound's versions
+# Notes of the programs that quantized, without effect on the numbers that are stored.
+NOTES = (
+    "quant_method", "model_name_or_path", "model_file_base_name", "damp_percent", "damp_auto_increment",
+    "static_groups", "true_sequential", "act_group_aware", "tokenizer", "dataset", "model_seqlen",
+    "module_name_preceding_first_block", "batch_size", "pad_token_id", "max_input_length", "cache_block_outputs",
+    "use_cuda_fp16", "use_exllama", "exllama_config", "max_fused_seq_len", "fuse_max_seq_len", "modules_to_fuse",
+    "do_fuse", "disable_exllama", "meta", "inference_only", "cache_examples_on_gpu", "mse", "quantizer",
+    "autoround_version", "iters", "lr", "minmax_lr", "low_gpu_mem_usage", "seqlen", "nsamples", "enable_quanted_input",
+    "enable_minmax_tuning", "enable_norm_bias_tuning", "gradient_accumulate_steps", "amp", "scale_dtype", "provider",
+    "sampler", "method", "supported_types", "static_attention_granularity", "static_kv_granularity",
+)  # fmt: skip
+OF_GPTQ: dict[str, Any] = dict.fromkeys((*NOTES, *BLOCKS), ANY) | {
+    "bits": (4, 8), "group_size": ANY, "sym": FLAG, "desc_act": (None, *FLAG), "dynamic": ANY,
+    "checkpoint_format": (None, "gptq", "gptq_v2"), "format": (None, "gptq", "gptq_v2"), "lm_head": UNSET,
+    "modules_in_block_to_quantize": ANY, "is_marlin_format": UNSET, "backend": ANY,
+    "pack_dtype": (None, "int32"), "data_type": (None, "int"), "quant_lm_head": UNSET,
+}  # fmt: skip
+OF_AWQ: dict[str, Any] = dict.fromkeys((*NOTES, *BLOCKS), ANY) | {
+    "bits": (4,), "group_size": ANY, "zero_point": (None, True), "version": (None, "gemm", "GEMM"),
+    "format": (None, "gemm"), "modules_to_not_convert": ANY, "backend": (None, "autoawq", "auto"), "desc_act": UNSET,
+    "sym": (None, *FLAG), "data_type": (None, "int"), "lm_head": UNSET, "checkpoint_format": (None, "gemm"),
+}  # fmt: skip
+# packing_format -> layout of the tensors; without a name it is that of AutoGPTQ
+PACKINGS = {
+    None: "gptq", "auto_round:auto_gptq": "gptq", "auto_round:gptq": "gptq", "auto_round": "gptq_v2",
+    "auto_round:gptqmodel": "gptq_v2", "auto_round:auto_awq": "awq", "auto_round:awq": "awq",
+}  # fmt: skip
+IN_16_BITS = (None, 16, 32)
+OF_LAYER: dict[str, Any] = {
+    "bits": ANY, "group_size": ANY, "sym": (None, *FLAG), "data_type": (None, "int", "float"), "act_bits": IN_16_BITS,
+    "act_group_size": ANY, "act_sym": ANY, "act_data_type": ANY, "act_dynamic": ANY, "super_bits": (None,),
+    "super_group_size": (None,), "scale_dtype": ANY, "in_blocks": ANY, "fixed_by_user": ANY,
+}  # fmt: skip
+OF_AUTO_ROUND: dict[str, Any] = dict.fromkeys((*NOTES, *BLOCKS), ANY) | OF_LAYER | {
+    "bits": (4, 8), "data_type": (None, "int"), "packing_format": tuple(PACKINGS), "extra_config": ANY,
+    "modules_in_block_to_quantize": ANY, "modules_to_not_convert": ANY, "backend": ANY,
+    "lm_head": UNSET, "quant_lm_head": UNSET,
+}  # fmt: skip
+WEIGHTS: dict[str, Any] = {
+    "num_bits": (4, 8), "type": ("int",), "symmetric": (None, *FLAG), "strategy": ("group", "channel"),
+    "group_size": ANY, "dynamic": (None, False), "actorder": (None, "weight", "static"), "block_structure": (None,),
+    "observer": ANY, "observer_kwargs": ANY, "scale_dtype": ANY, "zp_dtype": ANY,
+}  # fmt: skip
+GROUP: dict[str, Any] = {
+    "targets": ANY, "weights": ANY, "input_activations": (None,), "output_activations": (None,),
+    "format": (None, "pack-quantized"),
+}  # fmt: skip
+COMPRESSED_TENSORS: dict[str, Any] = {
+    "quant_method": ANY, "format": ("pack-quantized",), "quantization_status": (None, "compressed", "frozen"),
+    "config_groups": ANY, "ignore": ANY, "kv_cache_scheme": E4M3, "global_compression_ratio": ANY, "version": ANY,
+    "sparsity_config": {"format": (None, "dense")},
+}  # fmt: skip
+DYNAMIC = ("bits", "group_size", "sym", "desc_act")  # fields of a module in GPTQ's ``dynamic``
+# Modules that may be packed in a checkpoint and are 16 bits here; one that no rule names.
+OTHERS = (
+    "linear_attn.in_proj_a", "linear_attn.in_proj_b", "linear_attn.in_proj_ba", "mlp.gate", "mlp.shared_expert_gate",
+)  # fmt: skip
+UNNAMED = "of_no_rule"
+MERGED = {part: name for name, parts in linears(1, True).items() for part in parts}
+REGEX_SIGNS = frozenset("*+?^$()[]{}|\\")
+
+Schemes = dict[str, PackedInts | None]  # of modules; None: in 16 bits
+Layers = list[tuple[tuple[str, PackedInts], ...]]
+
+
+def read_packed(quantization: dict[str, Any], family: Family, num_layers: int, num_experts: int) -> Layers:
+    """Of each decoder layer: its packed modules. A merged layer stands for its parts where they are alike."""
+    modules = linears(num_experts, bool(family.recurrent)) | dict.fromkeys((*OTHERS, UNNAMED), ())
+    names = [f"model.layers.{i}.{x}" for i in range(num_layers) for name, parts in modules.items()
+             for x in (name, *parts)]  # fmt: skip
+    schemes = READERS[quantization["quant_method"]](quantization, family, names)
+    layers: Layers = []
+    for i in range(num_layers):
+        prefix, of_layer = f"model.layers.{i}.", []
+        for name, parts in modules.items():
+            apart = [(part, schemes[prefix + part]) for part in parts]
+            scheme = schemes[prefix + name]
+            if apart and scheme == schemes[prefix + UNNAMED]:  # rules name the parts, if any
+                scheme = apart[0][1]
+            of_parts = {scheme for _, scheme in apart}
+            of_layer += [(name, scheme)] if len(of_parts) < 2 else apart
+        layers.append(tuple((name, scheme) for name, scheme in of_layer if scheme is not None and name != UNNAMED))
+    in_order = [name for layer in layers for name, scheme in layer if scheme.act_order and ".experts." in name]
+    if family.gpt_oss_experts or in_order:
+        what = "gpt-oss in packed integers" if family.gpt_oss_experts else f"desc_act of experts ({in_order[0]})"
+        raise refusal(what)
+    return layers
+
+
+def scheme_of(layer: tuple[tuple[str, PackedInts], ...], module: str) -> PackedInts | None:
+    """Of a module of a decoder layer by its name in there: its own, or that of the layer it is merged into."""
+    if not layer:
+        return None
+    schemes = dict(layer)
+    return schemes[module] if module in schemes else schemes.get(merged_name(module))
+
+
+def merged_name(module: str) -> str:
+    """The linear layer here that has the weights of a checkpoint's module; names in a decoder layer."""
+    return MERGED.get(re.sub(r"^mlp\.experts\.\d+\.", "mlp.experts.0.", module), module)
+
+
+def matches(regexes: dict[str, str], family: Family, names: list[str]) -> dict[str, str]:
+    """Of ``names`` that one of the regular expressions matches: the first that does, as it was given."""
+    spelled = {spelling: name for name in names for spelling in spellings(name, family.renamed)}
+    try:
+        found = first_matches(regexes, list(spelled))
+    except ValueError as error:
+        raise refusal(str(error)) from None
+    order = {given: i for i, given in enumerate(regexes)}
+    result: dict[str, str] = {}
+    for spelling, given in found.items():
+        name = spelled[spelling]
+        result[name] = min(result.get(name, given), given, key=order.__getitem__)
+    return result
+
+
+def group_size_of(where: str, value: Any) -> int:
+    """Channels of a group; 0: all of a row."""
+    if value == -1 or (isinstance(value, int) and value is not True and value > 0 and value % 8 == 0):
+        return max(value, 0)
+    raise refusal(f"{where}={value!r:.100} (not -1 or a multiple of 8)")
+
+
+def of_awq(raw: dict[str, Any], family: Family, names: list[str]) -> Schemes:
+    given = dict(raw)
+    for old, new in (("w_bit", "bits"), ("q_group_size", "group_size")):
+        if old in given:
+            given.setdefault(new, given.pop(old))
+    check_fields("", given, OF_AWQ, is_closed=True)
+    scheme = PackedInts("awq", 4, group_size_of("group_size", given.get("group_size")), symmetric=False)
+    is_skipped, is_inside = skipped_modules(raw, family, names), inside_blocks(raw, family)
+    return {name: scheme if is_inside(name) and not is_skipped(name) else None for name in names}
+
+
+def of_gptq(raw: dict[str, Any], family: Family, names: list[str]) -> Schemes:
+    check_fields("", raw, OF_GPTQ, is_closed=True)
+    layouts = {raw[name] for name in ("checkpoint_format", "format") if raw.get(name)}
+    if len(layouts) > 1:
+        raise refusal(f"checkpoint_format={raw['checkpoint_format']!r} beside format={raw['format']!r}")
+    layout = layouts.pop() if layouts else "gptq"
+
+    def scheme(fields: dict[str, Any], where: str) -> PackedInts:
+        size = group_size_of(f"{where}group_size", fields.get("group_size"))
+        is_ordered = bool(fields.get("desc_act")) and size > 0
+        return PackedInts(layout, int(fields["bits"]), size, bool(fields["sym"]), is_ordered)
+
+    default, dynamic = scheme(raw, ""), raw.get("dynamic") or {}
+    if not isinstance(dynamic, dict) or not all(isinstance(fields, dict) for fields in dynamic.values()):
+        raise refusal(f"dynamic={dynamic!r:.100} (not an object of objects)")
+    overrides: dict[str, PackedInts | None] = {}
+    for pattern, fields in dynamic.items():
+        where = f"dynamic.{pattern}."
+        if pattern.startswith("-:"):
+            overrides[pattern] = None
+        else:
+            allowed = {name: (*OF_GPTQ[name], None) if OF_GPTQ[name] is not ANY else ANY for name in DYNAMIC}
+            check_fields(where, fields, allowed, is_closed=True)
+            overrides[pattern] = scheme(raw | {name: x for name, x in fields.items() if x is not None}, where)
+    found = matches({pattern: re.sub(r"^[+-]:", "", pattern) for pattern in dynamic}, family, names)
+    is_inside = inside_blocks(raw, family)
+    return {
+        name: overrides[found[name]] if name in found else default if is_inside(name) else None for name in names
+    }
+
+
+def of_auto_round(raw: dict[str, Any], family: Family, names: list[str]) -> Schemes:
+    check_fields("", raw, OF_AUTO_ROUND, is_closed=True)
+    layout, extra = PACKINGS[raw.get("packing_format")], raw.get("extra_config") or {}
+
+    def scheme(fields: dict[str, Any], where: str) -> PackedInts | None:
+        check_fields(where, fields, OF_LAYER, is_closed=True)
+        merged: dict[str, Any] = {name: raw.get(name) for name in ("bits", "group_size", "sym", "data_type")}
+        merged |= {name: x for name, x in fields.items() if x is not None}
+        if merged["bits"] in (16, 32) or merged["data_type"] == "float":
+            return None
+        check_fields(where, merged, {"bits": (4, 8) if layout != "awq" else (4,)})
+        size, symmetric = group_size_of(f"{where}group_size", merged["group_size"]), merged["sym"] in (None, True)
+        return PackedInts(layout, int(merged["bits"]), size, symmetric)
+
+    if not isinstance(extra, dict):
+        raise refusal(f"extra_config={extra!r:.100} (not an object)")
+    overrides = {name: scheme(fields, f"extra_config.{name}.") for name, fields in extra.items()}
+    # as AutoRound's readers: a key without signs of a regular expression is a whole name
+    regexes = {name: f"(?:.*)(?:{name})" if REGEX_SIGNS & set(name) else re.escape(name) + "$"
+               for name in sorted(overrides, key=lambda name: bool(REGEX_SIGNS & set(name)))}  # fmt: skip
+    found, is_inside = matches(regexes, family, names), inside_blocks(raw, family)
+    is_skipped, default = skipped_modules(raw, family, names), scheme({}, "")
+    return {
+        name: overrides[found[name]] if name in found
+        else default if is_inside(name) and not is_skipped(name) else None for name in names
+    }  # fmt: skip
+
+
+def of_compressed_tensors(raw: dict[str, Any], family: Family, names: list[str]) -> Schemes:
+    check_fields("", raw, COMPRESSED_TENSORS, is_closed=True)
+    groups = raw.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise refusal(f"config_groups={groups!r:.100} (no groups)")
+    targets: dict[str, PackedInts] = {}  # a later group takes a target over, as in compressed-tensors
+    for key, group in groups.items():
+        where = f"config_groups.{key}."
+        check_fields(where, group, GROUP, is_closed=True)
+        weights = group.get("weights")
+        check_fields(f"{where}weights.", weights, WEIGHTS, is_closed=True)
+        size = 0
+        if weights["strategy"] == "group":
+            size = group_size_of(f"{where}weights.group_size", weights.get("group_size"))
+        elif weights.get("group_size") not in (None, -1):
+            raise refusal(f"{where}weights.group_size={weights['group_size']!r:.100} with strategy 'channel'")
+        scheme = PackedInts(
+            "compressed-tensors", int(weights["num_bits"]), size, weights.get("symmetric") in (None, True)
+        )
+        targets |= dict.fromkeys(flat(group.get("targets"), f"{where}targets"), scheme)
+    by_name = sorted(targets, key=lambda target: (target.startswith("re:"), target))
+    regexes = {t: t[3:] if t.startswith("re:") else re.escape(t) + "$" for t in by_name if t != "Linear"}
+    found, is_skipped = matches(regexes, family, names), skipped_modules(raw, family, names)
+    default = targets.get("Linear")
+    return {
+        name: None if is_skipped(name) else targets[found[name]] if name in found else default for name in names
+    }  # fmt: skip
+
+
+def flat(value: Any, where: str) -> list[str]:
+    """Names of a list, of lists in it, or of a text with commas; [] for None."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [name.strip() for name in value.split(",")]
+    if not isinstance(value, list):
+        raise refusal(f"{where}={value!r:.100} (not a list of names)")
+    return [name for each in value for name in flat(each, where)]
+
+
+def inside_blocks(raw: dict[str, Any], family: Family) -> Callable[[str], bool]:
+    """Whether a module is one of the blocks' that the files name, and in them one of the modules; none: all are."""
+    blocks = [name for key in BLOCKS for name in flat(raw.get(key), key)]
+    ends = flat(raw.get("modules_in_block_to_quantize"), "modules_in_block_to_quantize")
+
+    def is_inside(name: str) -> bool:
+        names = spellings(name, family.renamed)
+        in_blocks = not blocks or any(each.startswith(block) for each in names for block in blocks)
+        return in_blocks and (not ends or any(each.endswith(f".{end}") for each in names for end in ends))
+
+    return is_inside
+
+
+READERS: dict[str, Callable[[dict[str, Any], Family, list[str]], Schemes]] = {
+    "awq": of_awq, "gptq": of_gptq, "auto-round": of_auto_round, "compressed-tensors": of_compressed_tensors,
+}  # fmt: skip
