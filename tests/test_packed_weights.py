@@ -169,7 +169,7 @@ def config_with(quantization, architecture="Qwen3ForCausalLM", num_layers=3, **m
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=128, max_position_embeddings=256,
         rms_norm_eps=1e-6, tie_word_embeddings=False, eos_token_id=1,
     )  # fmt: skip
-    if "Moe" in architecture:
+    if "Moe" in architecture or architecture in ("MixtralForCausalLM", "GptOssForCausalLM"):
         raw |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
     return model_config(raw | more | {"quantization_config": quantization})
 
