@@ -172,7 +172,11 @@ class WeightFiller:
             check_in_order(scheme, tensor)
             return None
         tensors = self._gathered(module, kind, tensor, needed(scheme))
-        return PackedTensors(tensor.name.rpartition(".")[0], scheme, tensors) if tensors else None
+        if tensors is None:
+            return None
+        packed = PackedTensors(tensor.name.rpartition(".")[0], scheme, tensors)
+        packed.check()
+        return packed
 
     def _scheme_of(self, name: str) -> PackedInts | None:
         """The scheme of a tensor's module, if the tensor is of packed integers; names here."""
