@@ -37,15 +37,15 @@ def new_int4_weight(output_size: int, input_size: int, scheme: "PackedInts",
                     *experts: int) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter | None, torch.Tensor | None]:
     """Words, scale, zero and order of a weight, uninitialised, for N and C of this rank.
 
-    Its groups are the largest that divide both the checkpoint's and C. ``data.halves`` are the others. An order of -1
-    is not known yet.
+    Its groups are the largest that divide both the checkpoint's and C. ``data.halves`` are the others. The order is a
+    valid one from the beginning: a start runs gathers by it while kernels compile.
     """
     size = math.gcd(scheme.group_size, input_size)
     groups = *experts, output_size, input_size // size
     words = torch.empty(*experts, output_size, input_size // int4.CODES, dtype=torch.int32)
     data, scale = (nn.Parameter(x, requires_grad=False) for x in (words, torch.empty(groups)))
     zero = None if scheme.symmetric else nn.Parameter(torch.empty(groups, dtype=torch.int8), requires_grad=False)
-    order = torch.full((input_size,), -1, dtype=torch.int32) if scheme.act_order else None
+    order = torch.arange(input_size, dtype=torch.int32) if scheme.act_order else None
     data.halves = scale, zero, order  # type: ignore[attr-defined]
     return data, scale, zero, order
 
@@ -217,8 +217,9 @@ class PackedTensors:
 
     def _copy_order(self, here: torch.Tensor, given: torch.Tensor) -> None:
         """The parts of a merged layer have one order, that of their input; it stays the engine's."""
-        if bool((here < 0).all()):
+        if not hasattr(here, "is_given"):
             here.copy_(given)
+            here.is_given = True  # type: ignore[attr-defined]
         elif not torch.equal(here, given.to(here)):
             raise CheckpointError(
                 f"module {self.name!r} orders the channels of its input (g_idx) otherwise than the layers beside it or "
