@@ -122,7 +122,7 @@ class Config:
         attention_backend: "auto" (the fastest measured), "flash_attn", "triton" or "sdpa".
         load_format: "auto" (safetensors) or "dummy" (random weights; needs only config.json).
         quantization: "fp8" quantizes the linear layers of attention, MLP and experts as they load, with a scale for
-            each output feature; None leaves the checkpoint's weights as they are, in 16 bits or in FP8.
+            each output feature; None leaves the checkpoint's weights as they are, in 16 bits, FP8 or four.
         lora: a local directory or hub id of a PEFT adapter, which is merged into the weights as they load.
         enable_prefix_caching: reuse the keys and values of equal prompt prefixes, by full blocks.
         seed: of the engine, in [0, 2**63); requests without a seed of their own derive one from it.

@@ -1,6 +1,7 @@
 """Packed integers of AWQ, GPTQ, AutoRound and compressed-tensors: published checkpoints against transformers on the
 dequantized weights, each rank's words against the formats' formulas, rules of configs, every refusal. 40 s."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -22,10 +23,12 @@ from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.kernels import int4
 from nanovllm.kernels.linear.reference import Weight, fused_linear
 from nanovllm.layers.linear import ReplicatedLinear
+from nanovllm.layers.packed_weights import PackedTensors
+from nanovllm.layers.weight_loader import CheckpointTensor
 from nanovllm.models import packed_config
 from nanovllm.models.config_reader import read_model_config
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.loader import init_dummy_weights, load_model
+from nanovllm.models.loader import WeightFiller, init_dummy_weights, load_model
 from nanovllm.models.quantization_config import PackedInts
 from nanovllm.runner import packing
 from nanovllm.runner.device import describe
@@ -106,7 +109,7 @@ def test_logits_and_shards(case, published):
     path, plain, model = published(*case)
     assert error(logits_of(path), hf_logits(model, IDS)) < TOLERANCE
     scheme = case[2]
-    for size in (1,) if scheme.get("act_order") else (1, 2):
+    for size in (1,) if scheme.get("act_order") else (1, 2, 4):
         for rank in range(size):
             tp = TPGroup(rank, size, None)
             engine = built(path, tp)
@@ -148,6 +151,23 @@ def test_greedy(case, published, make_llm):
     check_greedy(llm, model, [IDS[:1], IDS[:17], IDS[5:45]], 8, TOLERANCE)
     advice = "" if "moe" in case[0] else ", which dtype='bfloat16' avoids"
     assert f" with INT4 weights (dequantized in every step{advice});" in describe(llm.config, llm.model_runner)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [
+    ("qwen3", "gptq", {"act_order": True}), ("qwen3", "awq", {}), ("qwen3-moe", "awq", {"size": 32}),
+], ids=name_of)  # fmt: skip
+def test_on_the_gpu(case, published, make_llm):
+    """In fp32, eager and under CUDA graphs; in bf16 no token is far from the best."""
+    path, _, model = published(*case)
+    options = {"model": path, "device": "cuda", "max_model_len": 256, "num_kvcache_blocks": 200}
+    prompts = [IDS[:1], IDS[:17], IDS[5:45] * 2]
+    completions = generate(make_llm(**options, dtype="float32", enforce_eager=True), prompts, greedy(8))
+    assert completions == families.chosen(model, prompts, completions)
+    assert generate(make_llm(**options, dtype="float32"), prompts, greedy(8)) == completions
+    llm = make_llm(**options, dtype="bfloat16")
+    assert llm.model_runner.model.model.layers[1].self_attn.o_proj.weight.dtype == torch.int32
+    assert max(families.worst_choices(model, prompts, generate(llm, prompts, greedy(8)))) < 0.2
 
 
 def test_two_ranks(published, make_llm):
@@ -355,7 +375,7 @@ WRONG = {  # the layout, a change of tensors or config, a part of the text
     "words of bytes": ("awq", put(f"{DOWN_1}.qweight", lambda t: t.view(torch.uint8)), "of uint8, expected int32"),
     "one dimension": ("awq", put(f"{DOWN_1}.qweight", lambda t: t.flatten()), "expected two dimensions"),
     "another shape": ("compressed-tensors", put(f"{DOWN_1}.weight_shape", lambda t: t + 8), "expected [200, 45]"),
-    "fewer words": ("awq", put(f"{DOWN_1}.qweight", lambda t: t[:-8].clone()), "has shape [192, 43], expected"),
+    "fewer words": ("awq", put(f"{DOWN_1}.qweight", lambda t: t[:-8].clone()), "has 344 input channels, expected a"),
     "floats": ("awq", lambda t, c: t.update({f"{DOWN_1}.weight": torch.ones(192, 352)}),
                f"'{DOWN_1}.weight' is not of packed integers"),
     "zeros of symmetric ones": ("compressed-tensors", add("weight_zero_point", torch.ones(24, 6).int()),
@@ -373,6 +393,44 @@ def test_wrong_tensors(case, published, tmp_path):
     path = families.copied(published("qwen3", form, {})[0], tmp_path, change)
     with pytest.raises(CheckpointError, match=re.escape(message)):
         built(path)
+
+
+DAMAGES = [
+    lambda t: t.mT, lambda t: t[:-1], lambda t: t[..., :-1], lambda t: t[:0], lambda t: t[..., :0], torch.flatten,
+    lambda t: t[None], lambda t: t[0], lambda t: t.float() * torch.nan, lambda t: torch.cat((t, t)), lambda t: t.long(),
+    *(lambda t, dtype=dtype: t.to(dtype) for dtype in (torch.uint8, torch.bool, torch.float8_e4m3fn, torch.int8)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form, scheme", [
+    ("compressed-tensors", ASYMMETRIC | {"size": 32}), ("awq", {}), ("gptq", {"act_order": True}),
+])  # fmt: skip
+def test_damaged_tensors(form, scheme, published):
+    """Each tensor of a module in each wrong shape or type: an error of ours, or the numbers are there."""
+    path = published("qwen3", form, scheme)[0]
+    tensors, model, refused = load_file(f"{path}/model.safetensors"), built(path), 0
+    part = {name: t for name, t in tensors.items() if name.startswith(DOWN_1)}
+    for name, damage in itertools.product(part, DAMAGES):
+        damaged = damage(part[name]) if part[name].dim() > 1 else part[name][:-1]
+        filler = WeightFiller(model)
+        try:
+            with torch.inference_mode():
+                filler.fill_from({**part, name: damaged}.items(), "")
+                filler.check_gathered("")
+        except CheckpointError:
+            refused += 1
+    assert refused >= 3 * (len(DAMAGES) - 2)
+
+
+@pytest.mark.parametrize("form, N", [("compressed-tensors", 5), ("compressed-tensors", 1), ("awq", 8), ("gptq", 8)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_modules_of_few_features(form, N, bits):
+    """Their zeros are a column of words."""
+    scheme = PackedInts(form, bits if form != "awq" else 4, 32, symmetric=False)
+    codes, scales, zeros, made = packed_checkpoints.quantized(torch.randn(N, 96), 32, False, scheme.bits)
+    parts = packed_checkpoints.LAYOUTS[form](codes, scales, zeros, symmetric=False, bits=scheme.bits)
+    tensors = {kind: CheckpointTensor.of(kind, tensor) for kind, tensor in parts.items()}
+    assert torch.equal(PackedTensors("", scheme, tensors).dequantized().read(...), made)
 
 
 def test_tensors_without_effect(published, tmp_path):
@@ -409,7 +467,7 @@ def test_parts_in_other_orders(tmp_path):
 FIELDS = {  # the layout -> its field, a value that is not supported
     "compressed-tensors": [("format", "marlin-24"), ("config_groups", {}), ("config_groups", 3), ("foo", 17)],
     "awq": [("bits", 8), ("version", "gemv"), ("version", "gemv_fast"), ("group_size", 100), ("zero_point", False),
-            ("backend", "llm-awq"), ("foo", 17)],
+            ("backend", "llm-awq"), ("foo", 17), ("w_bit", 8)],
     "gptq": [("bits", 3), ("bits", 2), ("group_size", None), ("group_size", 0), ("group_size", True), ("sym", None),
              ("desc_act", 5), ("checkpoint_format", "marlin"), ("format", "gptq_v2"), ("lm_head", True), ("foo", 17),
              ("dynamic", 3), ("dynamic", {"+:a": {"bits": 3}}), ("dynamic", {"+:a": {"foo": 1}}),
@@ -417,7 +475,7 @@ FIELDS = {  # the layout -> its field, a value that is not supported
     "auto-round": [("bits", 2), ("data_type", "mx_fp"), ("act_bits", 8), ("packing_format", "auto_round:fp8"),
                    ("super_bits", 6), ("extra_config", 1), ("extra_config", {"a": {"bits": 3}}), ("sym", 2),
                    ("extra_config", {"a": {"act_bits": 8}}), ("extra_config", {"a": {"foo": 8}}), ("foo", 17),
-                   ("quant_lm_head", True)],
+                   ("quant_lm_head", True), ("backend", "auto_round:exllamav2")],
 }  # fmt: skip
 WEIGHT_FIELDS = [
     ("num_bits", 3), ("type", "float"), ("strategy", "tensor"), ("group_size", 12), ("group_size", None), ("foo", 17),
@@ -507,6 +565,10 @@ def test_updates_and_sleep(published, make_llm, tmp_path):
         llm.update_weights({f"{DOWN_1}.scales": tensors[f"{DOWN_1}.scales"]}, partial=True)
     with pytest.raises(CheckpointError, match=f"'{DOWN_1}.weight' is not of packed integers, as this layer is here"):
         llm.update_weights({f"{DOWN_1}.weight": torch.ones(192, 352)}, partial=True)
+    assert generate(llm, prompts, greedy(6)) == before
+    train(published("qwen3", "gptq", {"act_order": True})[1], tmp_path, r=2, lora_alpha=4, target_modules=["o_proj"])
+    with pytest.raises(CheckpointError, match="is of packed integers, and an adapter is merged into 16-bit weights"):
+        llm.update_weights(lora=tmp_path)
     assert generate(llm, prompts, greedy(6)) == before
     with pytest.raises(CheckpointError, match="or the weights before an update"):
         llm.update_weights({**part, f"{DOWN_1}.g_idx": part[f"{DOWN_1}.g_idx"].flip(0)}, partial=True)

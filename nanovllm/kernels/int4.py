@@ -18,7 +18,7 @@ MAX_TOKENS_CPU = 48
 
 def codes_of(words, bits=4):
     """Unpack words int32 [..., C * bits / 32] to codes uint8 [..., C], the first from the lowest bits. Bits: 4 or 8."""
-    bytes_ = words.contiguous().view(torch.uint8)
+    bytes_ = words.flatten().view(torch.uint8).view(*words.shape[:-1], -1)  # a single column may have any stride
     return bytes_ if bits == 8 else torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(-2)
 
 

@@ -37,15 +37,15 @@ def new_int4_weight(output_size: int, input_size: int, scheme: "PackedInts",
                     *experts: int) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter | None, torch.Tensor | None]:
     """Words, scale, zero and order of a weight, uninitialised, for N and C of this rank.
 
-    Its groups are the largest that divide both the checkpoint's and C. ``data.halves`` are the others. An order of -1
-    is not known yet.
+    Its groups are the largest that divide both the checkpoint's and C. ``data.halves`` are the others. The order is a
+    valid one from the beginning: a start runs gathers by it while kernels compile.
     """
     size = math.gcd(scheme.group_size, input_size)
     groups = *experts, output_size, input_size // size
     words = torch.empty(*experts, output_size, input_size // int4.CODES, dtype=torch.int32)
     data, scale = (nn.Parameter(x, requires_grad=False) for x in (words, torch.empty(groups)))
     zero = None if scheme.symmetric else nn.Parameter(torch.empty(groups, dtype=torch.int8), requires_grad=False)
-    order = torch.full((input_size,), -1, dtype=torch.int32) if scheme.act_order else None
+    order = torch.arange(input_size, dtype=torch.int32) if scheme.act_order else None
     data.halves = scale, zero, order  # type: ignore[attr-defined]
     return data, scale, zero, order
 
@@ -77,13 +77,19 @@ class PackedTensors:
     scheme: "PackedInts"
     tensors: dict[str, CheckpointTensor]
 
+    def check(self) -> None:
+        """Raises CheckpointError unless all tensors have the shapes and types that go together."""
+        if self.scheme.act_order:
+            self.tensors["g_idx"].fit([self.shape[1]])
+        _ = self.order, self.scales, self.zeros
+
     def _read(self, place: int, dtype: torch.dtype | None = torch.int32) -> torch.Tensor:
         tensor = self.tensors[KINDS[self.scheme.layout][place]]
         if dtype is None:  # scales, which may be negative
             tensor = tensor.at_least(-sys.float_info.max)
         part = tensor.read(...)
-        if part.dim() != 2:
-            raise CheckpointError(f"tensor {tensor.name!r} has shape {tensor.shape}, expected two dimensions.")
+        if part.dim() != 2 or 0 in part.shape:
+            raise CheckpointError(f"tensor {tensor.name!r} has shape {tensor.shape}, expected two dimensions > 0.")
         if dtype is None:
             check_dtype(part, torch.float32, tensor.name)
         elif part.dtype != dtype:
@@ -106,7 +112,10 @@ class PackedTensors:
             return columns * per_word, rows
         if self.scheme.layout != "compressed-tensors":
             return rows, columns * per_word
-        N, C = self.tensors["weight_shape"].fit([2]).read(...).tolist()
+        shape = self.tensors["weight_shape"].fit([2])
+        if (given := shape.read(...)).is_floating_point():
+            raise CheckpointError(f"tensor {shape.name!r} is of floats, expected integers.")
+        N, C = map(int, given.tolist())
         self.tensors["weight_packed"].fit([N, -(-C // per_word)])
         return N, C
 
@@ -194,21 +203,23 @@ class PackedTensors:
     def writes(self, data: Any) -> list[tuple[Any, CheckpointTensor]]:
         """The parameters of a weight of 4-bit integers, each with its tensor."""
         scale, zero, order = data.halves
-        size = data.shape[-1] * int4.CODES // scale.shape[-1]
+        size, (_, C) = data.shape[-1] * int4.CODES // scale.shape[-1], self.shape
+        if C % size or C % int4.CODES:
+            raise CheckpointError(f"module {self.name!r} has {C} input channels, expected a multiple of {size}.")
         is_stored = self.scheme.layout != "awq" and self.order is None and self.scheme.bits == 4
-        words = self.words if is_stored and self.shape[1] % int4.CODES == 0 else int4.packed(self.codes)
+        words = self.words if is_stored else int4.packed(self.codes)
         pairs = [(data, words), (scale, self.spread(self.scales, size))]
-        zeros = self.zeros  # checked also where they are one number
-        if zeros is not None:
-            pairs.append((zero, self.spread(zeros, size).to(torch.int8)))
+        if self.zeros is not None:
+            pairs.append((zero, self.spread(self.zeros, size).to(torch.int8)))
         if order is not None and self.order is not None:
             self._copy_order(order, self.order)
         return [(param, CheckpointTensor.of(self.name, tensor)) for param, tensor in pairs]
 
     def _copy_order(self, here: torch.Tensor, given: torch.Tensor) -> None:
         """The parts of a merged layer have one order, that of their input; it stays the engine's."""
-        if bool((here < 0).all()):
+        if not hasattr(here, "is_given"):
             here.copy_(given)
+            here.is_given = True  # type: ignore[attr-defined]
         elif not torch.equal(here, given.to(here)):
             raise CheckpointError(
                 f"module {self.name!r} orders the channels of its input (g_idx) otherwise than the layers beside it or "

@@ -172,7 +172,11 @@ class WeightFiller:
             check_in_order(scheme, tensor)
             return None
         tensors = self._gathered(module, kind, tensor, needed(scheme))
-        return PackedTensors(tensor.name.rpartition(".")[0], scheme, tensors) if tensors else None
+        if tensors is None:
+            return None
+        packed = PackedTensors(tensor.name.rpartition(".")[0], scheme, tensors)
+        packed.check()
+        return packed
 
     def _scheme_of(self, name: str) -> PackedInts | None:
         """The scheme of a tensor's module, if the tensor is of packed integers; names here."""
@@ -351,9 +355,6 @@ def init_dummy_weights(model: nn.Module, seed: int) -> None:
             param.fill_(1.0)
         elif param.dtype == torch.int32:
             param.random_(-(1 << 31), (1 << 31) - 1, generator=generator)
-            order = param.halves[2]  # type: ignore[attr-defined]
-            if order is not None:
-                order.copy_(torch.arange(len(order)))
         elif param.dtype == torch.uint8:
             param.fill_(DUMMY_MXFP4_SCALE) if name.endswith("_scale") else param.random_(generator=generator)
         elif hasattr(param, "group_size"):

@@ -59,8 +59,8 @@ OF_LAYER: dict[str, Any] = {
 }  # fmt: skip
 OF_AUTO_ROUND: dict[str, Any] = dict.fromkeys((*NOTES, *BLOCKS), ANY) | OF_LAYER | {
     "bits": (4, 8), "data_type": (None, "int"), "packing_format": tuple(PACKINGS), "extra_config": ANY,
-    "modules_in_block_to_quantize": ANY, "modules_to_not_convert": ANY, "backend": ANY,
-    "lm_head": UNSET, "quant_lm_head": UNSET,
+    "modules_in_block_to_quantize": ANY, "modules_to_not_convert": ANY, "lm_head": UNSET, "quant_lm_head": UNSET,
+    "backend": (None, "auto"),  # of old versions it is the layout
 }  # fmt: skip
 WEIGHTS: dict[str, Any] = {
     "num_bits": (4, 8), "type": ("int",), "symmetric": (None, *FLAG), "strategy": ("group", "channel"),
@@ -151,8 +151,8 @@ def group_size_of(where: str, value: Any) -> int:
 def of_awq(raw: dict[str, Any], family: Family, names: list[str]) -> Schemes:
     given = dict(raw)
     for old, new in (("w_bit", "bits"), ("q_group_size", "group_size")):
-        if old in given:
-            given.setdefault(new, given.pop(old))
+        if old in given and given.setdefault(new, given[old]) != given.pop(old):
+            raise refusal(f"{old}={raw[old]!r:.100} beside {new}={raw[new]!r:.100}")
     check_fields("", given, OF_AWQ, is_closed=True)
     scheme = PackedInts("awq", 4, group_size_of("group_size", given.get("group_size")), symmetric=False)
     is_skipped, is_inside = skipped_modules(raw, family, names), inside_blocks(raw, family)

@@ -110,7 +110,9 @@ def read_quantization(raw: dict[str, Any], family: Family) -> tuple[str | None, 
     method, num_experts = quantization.get("quant_method"), raw["num_experts"] if family.experts else 0
     if num_layers * num_experts > MAX_EXPERTS:
         raise refusal(f"{num_layers} layers of {num_experts} experts")
-    if method in PACKED_METHODS[:-1] or (method in FORMS and quantization.get("format") == "pack-quantized"):
+    *always_packed, compressed_tensors = PACKED_METHODS
+    is_packed = method == compressed_tensors and quantization.get("format") == "pack-quantized"
+    if is_packed or method in always_packed:
         from nanovllm.models.packed_config import read_packed
 
         packed = read_packed(quantization, family, num_layers, num_experts)

@@ -99,6 +99,23 @@ def test_qkv_linear(num_tokens):
         assert_near(getattr(epilogue, cache), getattr(expected_epilogue, cache), 1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("N, C, size, symmetric", [
+    (6144, 4096, 128, True), (4096, 12288, 64, False), (2560, 9728, 32, True),
+])  # fmt: skip
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 33, 64, 65, 1000])
+def test_fused_linear_at_model_size(num_tokens, N, C, size, symmetric, dtype):
+    """Products of the GEMV are in fp16, whatever the token's size."""
+    weight = make_weight(N, C, size, symmetric, dtype)
+    for magnitude in (1.0, 2.0**-12, 2.0**12 if dtype == torch.bfloat16 else 16.0):
+        x = randn(num_tokens, C, dtype=dtype, scale=magnitude)
+        got = dispatch.fused_linear(x, weight).float()
+        expected = reference.fused_linear(x.float(), widened_weight(weight))
+        error = ((got - expected).square().mean() / expected.square().mean()).sqrt()
+        assert error < (0.004 if dtype == torch.bfloat16 else 0.001)
+
+
 # ---------------------------------------------------------------- assembly, instruction by instruction
 
 
