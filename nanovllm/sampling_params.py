@@ -42,7 +42,7 @@ def _are_token_ids(values: Any) -> bool:
 
 def _is_bias(value: Any) -> bool:
     finite = number("", lambda x: abs(int(x)) <= sys.float_info.max)  # an int has no such limit
-    return isinstance(value, dict) and all(at_least(0).accepts(i) and finite.accepts(x) for i, x in value.items())
+    return isinstance(value, dict) and all(TOKEN_ID.accepts(i) and finite.accepts(x) for i, x in value.items())
 
 
 def _as_strings(value: Any) -> list[str]:
@@ -61,6 +61,7 @@ NUM_LOGPROBS = Rule(
     lambda x: x is None or isinstance(x, bool) or integer("", lambda k: k >= -1).accepts(x),
     lambda x: None if x is None or x is False else int(x),
 )
+TOKEN_ID = integer("", lambda x: 0 <= x < 1 << 63)
 STRINGS = Rule("a non-empty string without lone surrogates, or a list of them", _is_strings, _as_strings)
 SEED = Rule(
     "an integer or None",
@@ -257,7 +258,7 @@ class SamplingParams(Parameters):
     top_p: float = option(1.0, number("in (0, 1]", lambda top_p: 0 < top_p <= 1))
     min_p: float = option(0.0, number("in [0, 1]", lambda min_p: 0 <= min_p <= 1))
     seed: int | None = option(None, SEED)
-    stop_token_ids: tuple[int, ...] | list[int] = option((), list_of(at_least(0), "a list of token ids >= 0"))
+    stop_token_ids: tuple[int, ...] | list[int] = option((), list_of(TOKEN_ID, "a list of token ids >= 0"))
     min_tokens: int = option(0, at_least(0))
     n: int = option(1, integer("an integer from 1 to 16384", lambda n: 1 <= n <= 16384))
     stop: str | list[str] | None = option(None, STRINGS)

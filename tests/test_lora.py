@@ -221,7 +221,8 @@ REFUSED = {  # case -> changes of adapter_config.json, error
     "new field": (dict(use_novelty={"a": 1}), "use_novelty={'a': 1} is not supported"),
     # raw errors, or silently wrong numbers
     **{f"lora_alpha={value}": (dict(lora_alpha=value), "lora_alpha=.* must be a finite number")
-       for value in (float("nan"), float("-inf"), "16", None, [8], True)},
+       for value in (float("nan"), float("-inf"), "16", None, [8], True, -1e39, 10**400)},
+    **{f"r={value}": (dict(r=value), "r=.* must be an integer >= 1 or None") for value in (0, -2, "2", 2.5)},
     **{f"alpha_pattern={value}": (dict(alpha_pattern=value), "alpha_pattern=.* must be an object of finite numbers")
        for value in ([8], "q_proj", {"q_proj": None}, {"q_proj": "4"}, {"q_proj": float("nan")})},
     "use_rslora": (dict(use_rslora="yes"), "use_rslora='yes' must be True or False or None"),
@@ -260,6 +261,11 @@ def test_numbers_that_are_none(name, value, adapters, make_llm, tmp_path):
 
 
 @pytest.mark.parametrize(("factors", "text"), [
+    *(({"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight": torch.zeros(2, 64, dtype=dtype)},
+       "is of .* must be of F64") for dtype in (torch.int8, torch.bool, torch.complex64)),
+    ({"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight": torch.full((2, 64), 1e25),
+      "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight": torch.full((96, 2), -1e25)},
+     r"up_proj.weight with the adapter' has numbers from -inf to -inf, not finite"),
     ({}, "holds no tensor, so it would change nothing"),
     ({"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight": torch.zeros(0, 64),
       "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight": torch.zeros(96, 0)}, "must have two matrices"),

@@ -71,7 +71,7 @@ VALUES = {
         "in (0, 1].": {"top_p": [0, 1.1]},
         "in [0, 1].": {"min_p": [-0.5]},
         "an integer or None.": {"seed": [1.5]},
-        "a list of token ids >= 0.": {"stop_token_ids": [5, [-1], ["a"]]},
+        "a list of token ids >= 0.": {"stop_token_ids": [5, [-1], ["a"], [5, 1 << 63]]},
         "at most max_tokens=64.": {"min_tokens": [65]},
         "an integer >= 0.": {"min_tokens": [-1]},
         "an integer from 1 to 16384.": {"n": [0, 16385]},
@@ -85,7 +85,7 @@ VALUES = {
         "in [-2, 2].": {"presence_penalty": [2.1], "frequency_penalty": [-2.1]},
         "> 0.": {"repetition_penalty": [0, INF]},
         "a dict of at most 1024 token ids >= 0 to finite numbers": {
-            "logit_bias": [{-1: 1.0}, {"5": 1.0}, {5: INF}, {5: NAN}, {5: -(10**309)}, MANY],
+            "logit_bias": [{-1: 1.0}, {"5": 1.0}, {5: INF}, {5: NAN}, {5: -(10**309)}, {1 << 63: 1.0}, MANY],
         },
         "a non-empty list of token ids >= 0, or None.": {"allowed_token_ids": [[], [-1]]},
         "an integer >= 0, -1 for no limit, or None.": {"thinking_token_budget": [-2, 1.0, True, "5"]},

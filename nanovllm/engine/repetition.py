@@ -24,9 +24,10 @@ class RepetitionDetector:
     def __init__(self, params: SamplingParams, max_model_len: int):
         wanted = params.repetition_detection
         assert isinstance(wanted, RepetitionDetectionParams)
-        smallest, max_tokens = max(wanted.min_pattern_size, 1), min(params.max_tokens or 0, max_model_len)
+        max_tokens = min(params.max_tokens or 0, max_model_len)
+        smallest = min(max(wanted.min_pattern_size, 1), max_tokens + 1)
         sizes = np.arange(smallest, min(wanted.max_pattern_size, max_tokens // wanted.min_count) + 1)
-        self._runs, self._needed = np.zeros_like(sizes), sizes * (wanted.min_count - 1)
+        self._runs, self._needed = np.zeros_like(sizes), sizes * min(wanted.min_count - 1, max_tokens)
         self._last = np.full(sizes.max(initial=0), -1)  # the last tokens, the latest first
         self._before = self._last[smallest - 1 :]  # a view: for each p the token p places before the next
         self._num_early = params.min_tokens  # tokens to come that end nothing

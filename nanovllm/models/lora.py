@@ -20,10 +20,12 @@ from nanovllm.errors import CheckpointError
 from nanovllm.layers.weight_loader import CheckpointTensor
 from nanovllm.utils.checkpoint import open_tensors, read_json
 from nanovllm.utils.patterns import first_matches
-from nanovllm.validation import BOOLEAN, Rule, check_all, number, optional
+from nanovllm.validation import BOOLEAN, Rule, at_least, check_all, number, optional
 
 Change = Callable[[CheckpointTensor], CheckpointTensor]
 
+FLOAT32_MAX = torch.finfo(torch.float32).max
+DTYPES = ("F64", "F32", "F16", "BF16")
 PREFIX = "base_model.model."
 FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.weight)?")
 READ = ("peft_type", "lora_alpha", "use_rslora", "alpha_pattern", "init_lora_weights", "bias")
@@ -35,12 +37,13 @@ NO_EFFECT = (
     "task_type", "auto_mapping", "peft_version", "megatron_core", "qalora_group_size", "ensure_weight_tying",
     "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config",
 )  # fmt: skip
-FINITE = number("a finite number", lambda x: True)
+FINITE = number("a finite number of 32 bits", lambda x: abs(x) <= FLOAT32_MAX)
 RULES = {
+    "r": optional(at_least(1)),
     "lora_alpha": FINITE,
     "use_rslora": optional(BOOLEAN),
     "alpha_pattern": optional(Rule(
-        "an object of finite numbers", lambda x: isinstance(x, dict) and all(map(FINITE.accepts, x.values()))
+        "an object of finite numbers of 32 bits", lambda x: isinstance(x, dict) and all(map(FINITE.accepts, x.values()))
     )),
 }  # fmt: skip
 KEEPS_BASE = (None, True, False, "gaussian", "orthogonal", "eva")  # initialisations that leave the base's weights alone
@@ -73,6 +76,8 @@ def read_adapter(path: str, device: str) -> dict[str, Change]:
     if not read:
         raise CheckpointError(f"{file} holds no tensor, so it would change nothing; is the download complete?")
     for name, tensor in read.items():
+        if (dtype := tensors.get_slice(name).get_dtype()) not in DTYPES:
+            raise CheckpointError(f"{file}: tensor {name!r} is of {dtype}, and must be of {', '.join(DTYPES)}.")
         target = name.removeprefix(PREFIX)
         if match := FACTOR.fullmatch(target):
             factors.setdefault((match[1], bool(match[2])), {})[match[3]] = tensor
@@ -135,7 +140,8 @@ def _merged(a: CheckpointTensor, b: CheckpointTensor, scale: float, replacement:
         wide = base.read(index).float()
         return torch.addmm(wide, b.read((rows,)).float(), a.read((slice(None), columns)).float(), alpha=scale)
 
-    return CheckpointTensor(base.name, base.shape, read)
+    # factors that are finite may have a product that is not
+    return CheckpointTensor(f"{base.name} with the adapter", base.shape, read).at_least(-sys.float_info.max)
 
 
 def _replaced(by: CheckpointTensor, base: CheckpointTensor) -> CheckpointTensor:

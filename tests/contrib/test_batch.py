@@ -811,6 +811,8 @@ def test_a_directory_at_a_url(tmp_path, stores, monkeypatch, capsys, url, given)
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        *(((pattern, "out.jsonl"), f"IN={pattern}: patterns of local files are not read; give a directory that holds ")
+          for pattern in ("file:///data/*.jsonl", "/data/*/in.csv", "part*.parquet")),
         (("memory://none.csv", "out.jsonl"), "IN=memory://none.csv cannot be read: FileNotFoundError: /none.csv"),
         (("memory://deep", "out.jsonl"), "IN=memory://deep must be a .jsonl, .parquet, .csv file, or a directory that "
          "holds some. It holds: README.md, data."),

@@ -46,8 +46,9 @@ def test_a_limit_beyond_any_completion_takes_no_memory():
     params = SamplingParams(max_tokens=10**9, repetition_detection={"max_pattern_size": 10**12, "min_count": 2})
     detector = RepetitionDetector(params, 4096)
     assert len(detector._runs) == 2048
-    never = SamplingParams(max_tokens=9, repetition_detection=RepetitionDetectionParams(9, 5, 2))
-    assert not any(RepetitionDetector(never, 4096).update(token_id) for token_id in [7] * 9)
+    for wanted in ((9, 5, 2), (10**30, 10**30, 2), (5, 0, 10**30)):
+        never = SamplingParams(max_tokens=9, repetition_detection=RepetitionDetectionParams(*wanted))
+        assert not any(RepetitionDetector(never, 4096).update(token_id) for token_id in [7] * 9)
 
 
 def test_what_is_kept():

@@ -684,6 +684,40 @@ def test_a_schema_that_is_too_deep(compiler):
         compiler.compile(Params(json=schema))
 
 
+CHAINS = {  # the grammar of a chain of names
+    "lark": lambda n: dict(grammar="start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(n)) + f'r{n}: "x"'),
+    "terminals": lambda n: dict(
+        grammar="start: A0\n" + "".join(f"A{i}: A{i + 1}\n" for i in range(n)) + f'A{n}: "x"'
+    ),
+    **{kind: lambda n, link=link: dict(json={
+        "$defs": {f"a{i}": link({"$ref": f"#/$defs/a{i + 1}"}) for i in range(n)} | {f"a{n}": {"type": "null"}},
+        "$ref": "#/$defs/a0",
+    }) for kind, link in {
+        "ref": lambda ref: ref, "items": lambda ref: {"items": ref}, "choice": lambda ref: {"anyOf": [ref, False]},
+        "property": lambda ref: {"properties": {"b": ref}},
+    }.items()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CHAINS)
+def test_chains_of_names(kind, compiler, monkeypatch):
+    """llguidance follows them by recursion: its stack's overflow ended the process, and so a job at every restart."""
+    for length in (1_500, 10_000):
+        with suppress(RequestError):  # some exceed a limit of llguidance
+            compiler.compile(Params(**CHAINS[kind](length)))
+    monkeypatch.setattr(token_masks, "LONGEST", 5_000)
+    with pytest.raises(RequestError, match=r"cannot be used: it has [\d,]+ bytes; at most 5,000 are read"):
+        compiler.compile(Params(**CHAINS[kind](500)))
+
+
+def test_a_grammar_that_takes_too_long(compiler, monkeypatch):
+    """Names that llguidance's converter of EBNF, in Python, follows in quadratic time."""
+    rules = "".join(f'r{i} ::= "a" r{i + 1}\n' for i in range(2_000))
+    monkeypatch.setattr(token_masks, "SECONDS", 0.2)
+    with pytest.raises(RequestError, match=r"cannot be used: it takes more than 0\.2 s to read"):
+        compiler.compile(Params(grammar=f'root ::= r0\n{rules}r2000 ::= "x"'))
+
+
 def test_engines_that_cannot(tokenizer, monkeypatch):
     params = Params(regex="a")
 

@@ -183,6 +183,8 @@ def files_of(location: str) -> list[File]:
     filesystem, path = located(location)
     files: list[File]
     if filesystem is None:
+        if "*" in path and not Path(path).exists():
+            raise ConfigError(f"IN={location}: patterns of local files are not read; give a directory that holds some.")
         files = [*sorted(Path(path).iterdir())] if Path(path).is_dir() else [Path(path)]
     else:
         with reading(f"IN={location}"):

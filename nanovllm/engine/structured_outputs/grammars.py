@@ -148,12 +148,16 @@ def _choices(parts: list[dict], root: dict, made: frozenset[int] = frozenset()) 
 
 def _merged(parts: list[dict], root: dict) -> list[dict]:
     """Schemas, and all that must hold with them: theirs of ``allOf`` and ``$ref``."""
+    known = {id(part) for part in parts}
     for part in parts:  # which grows
         target: Any = root if isinstance(part.get("$ref"), str) else None
         for key in part["$ref"].split("/")[1:] if target else ():
             target = target.get(key) if isinstance(target, dict) else None
         also = [*part.get("allOf", ()), target]
-        parts += [x for x in also if isinstance(x, dict) and not any(x is known for known in parts)]
+        for x in also:
+            if isinstance(x, dict) and id(x) not in known:
+                known.add(id(x))
+                parts.append(x)
     return parts
 
 

@@ -10,7 +10,9 @@ import json
 import logging
 import os
 import re
+import threading
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from typing import Any
 
@@ -19,11 +21,17 @@ import numpy as np
 from nanovllm.engine.structured_outputs.grammars import to_grammar
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import StructuredOutputsParams
+from nanovllm.utils.time_limit import TimeLimitError, time_limit
 
 logger = logging.getLogger(__name__)
 
 MAX_CACHED_GRAMMARS = 256
 NUM_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))  # that fill masks
+LONGEST = 1_000_000  # bytes of a grammar
+SECONDS = 20.0  # to read one; only Python code is cut
+# llguidance follows names by recursion, and overflow of its stack ends the process. By measurement a byte of a grammar
+# takes up to 600 of stack: one of a kilobyte is read on any thread, and a longer one on a thread of its own.
+SHORT, STACK_PER_BYTE = 1024, 1024
 # Of models of pydantic and its type adapters, compiled expressions, members of enums
 PARTS = ("model_json_schema()", "json_schema()", "pattern", "value")
 
@@ -151,6 +159,25 @@ class GrammarCompiler:
         return Grammar(matcher.deep_copy(), self._eos_token_ids)
 
     def _new_matcher(self, params: bytes) -> Any:
+        if len(params) <= SHORT:
+            return self._read(params)
+        if len(params) > LONGEST:
+            raise ValueError(f"it has {len(params):,} bytes; at most {LONGEST:,} are read")
+        before = threading.stack_size((16 << 20) + len(params) * STACK_PER_BYTE // 4096 * 4096)
+        try:
+            with ThreadPoolExecutor(1) as thread:
+                return thread.submit(self._read_in_time, params).result()
+        except TimeLimitError:
+            raise ValueError(f"it takes more than {SECONDS:g} s to read") from None
+        finally:
+            threading.stack_size(before)
+
+    def _read_in_time(self, params: bytes) -> Any:
+        with time_limit(SECONDS):
+            return self._read(params)
+
+    def _read(self, params: bytes) -> Any:
+        """A matcher at the beginning of the grammar of ``params``; a ValueError if it matches nothing."""
         grammar = to_grammar(StructuredOutputsParams(**json.loads(params)))
         matcher = self._llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
         if not matcher.is_error():
