@@ -401,6 +401,13 @@ def test_bounds_of_bytes(llm, monkeypatch):
     assert all("the image has more than" in why_of(output) for output in outputs)
 
 
+def test_an_image_that_its_owner_has_closed(llm, pages):
+    """The reason was empty."""
+    with PILImage.open(pages / "page 1.png") as opened:
+        pass
+    assert "A PIL image must stay open until its request is finished." in why_of(run(llm, asks(opened), THREE)[0])
+
+
 def test_bound_of_a_fetch(llm, site, monkeypatch):
     """A server that sends a byte now and then held a thread for as long as it liked."""
     monkeypatch.setattr(sources, "FETCH_S", 0)

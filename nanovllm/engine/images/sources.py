@@ -81,7 +81,9 @@ def open_image(source: Any) -> Any:
     except UnidentifiedImageError:
         raise RequestError(f"the image cannot be read: it is none of {', '.join(FORMATS)}.") from None
     except Exception as error:  # decoders raise anything
-        raise RequestError(f"the image cannot be read: {error!s:.300}") from None
+        advice = "" if isinstance(source, bytes) else " A PIL image must stay open until its request is finished."
+        reason = str(error) or type(error).__name__
+        raise RequestError(f"the image cannot be read: {reason:.300}.{advice}") from None
 
 
 def _bounded(data: bytes) -> bytes:
