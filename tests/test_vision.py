@@ -164,6 +164,23 @@ def test_after_sleep_and_new_weights(checkpoint):
         assert tokens(llm.generate(GIVEN, GREEDY, use_tqdm=False)) == expected
 
 
+def test_after_an_interrupted_step(checkpoint, monkeypatch):
+    """The engine could not be used any more."""
+    path, expected, _ = checkpoint
+    with engine(path) as llm:
+        assert tokens(llm.generate(GIVEN, GREEDY, use_tqdm=False)) == expected
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(loading.Image, "take_pixels", interrupt)
+            llm.generate({"prompt_token_ids": [9, IMAGE], "multi_modal_data": {"image": TALL}}, GREEDY, use_tqdm=False)
+        for given in ([{"prompt_token_ids": ids} for ids, images in PROMPTS if not images], GIVEN):
+            found = tokens(llm.generate(given, GREEDY, use_tqdm=False))
+            assert found == (expected if given is GIVEN else expected[1:2])
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
 def test_a_processor_of_logits_sees_placeholders(checkpoint):
     path, _, _ = checkpoint
     seen = []

@@ -3,7 +3,9 @@
 import base64
 import gc
 import io
+import json
 import os
+import shutil
 import struct
 import weakref
 import zlib
@@ -19,7 +21,7 @@ from helpers import greedy, refuses, run, tokens_of
 from PIL import Image as PILImage
 from vision_families import IMAGE, image
 
-from nanovllm import LLM, ConfigError, SamplingParams, StructuredOutputsParams
+from nanovllm import LLM, CheckpointError, ConfigError, RequestError, SamplingParams, StructuredOutputsParams
 from nanovllm.contrib.beam_search import BeamSearchParams
 from nanovllm.engine.images import loading, sources
 from nanovllm.engine.images.sources import open_image
@@ -280,6 +282,7 @@ def test_several_images(llm):
     ({"prompt": ONE, "multi_modal_data": {"audio": 1, "image": PAGE}}, "multi_modal_data cannot have 'audio'"),
     ({"prompt": ONE, "multi_modal_data": [PAGE]}, "multi_modal_data must be a dictionary"),
     (asks(PAGE, mm_processor_kwargs={"max_pixel": 4}), "no option 'max_pixel'. Did you mean 'max_pixels'?"),
+    (asks(PAGE, mm_processor_kwargs={"patch_size": 8}), "has patch_size=8, and the vision tower of config.json 4"),
     (asks(PAGE, mm_processor_kwargs=3), "mm_processor_kwargs must be a dictionary"),
     (asks(PAGE, encoder_prompt="x"), "cannot have 'encoder_prompt'"),
 ])  # fmt: skip
@@ -398,6 +401,33 @@ def test_bounds_of_bytes(llm, monkeypatch):
     assert all("the image has more than" in why_of(output) for output in outputs)
 
 
+def test_an_image_that_its_owner_has_closed(llm, pages):
+    """The reason was empty."""
+    with PILImage.open(pages / "page 1.png") as opened:
+        pass
+    assert "A PIL image must stay open until its request is finished." in why_of(run(llm, asks(opened), THREE)[0])
+
+
+def test_bound_of_a_fetch(llm, site, monkeypatch):
+    """A server that sends a byte now and then held a thread for as long as it liked."""
+    monkeypatch.setattr(sources, "FETCH_S", 0)
+    (output,) = run(llm, asks(site), THREE)
+    assert "cannot be fetched: it takes more than 0 s" in why_of(output)
+
+
+def test_perplexity_takes_no_images(llm):
+    """The images were left out without a word."""
+    with refuses("text 1: perplexity is that of tokens alone"):
+        llm.perplexity(["abc", asks(PAGE)], use_tqdm=False)
+
+
+def test_a_relative_directory_is_that_of_the_start(path, pages, monkeypatch):
+    monkeypatch.chdir(pages.parent)
+    with engine(path, allowed_local_media_path="pages") as llm:
+        monkeypatch.chdir("/")
+        assert run(llm, asks("page 1.png"), THREE)[0]["finish_reason"] == "length"
+
+
 def test_options(path, pages):
     with refuses("the image processor has no option 'max_pixel'. Did you mean 'max_pixels'?", ConfigError):
         engine(path, mm_processor_kwargs={"max_pixel": 3})
@@ -451,6 +481,24 @@ def test_a_checkpoint_without_its_tower(path, tmp_path):
             llm.chat(says({"type": "image", "image": PAGE}), THREE)
 
 
+@pytest.mark.parametrize(("file", "edit", "why"), [
+    ("config.json", lambda raw: raw.update(image_token_id=200), "image_token_id=200 must be below vocab_size=200"),
+    ("config.json", lambda raw: raw["text_config"]["rope_parameters"].update(mrope_section=[6, 6, 5]),
+     r"mrope_section=\[6, 6, 5\] must sum to 16, half the rotary dimensions"),
+    ("preprocessor_config.json", lambda raw: raw.update(merge_size=4),
+     "has merge_size=4, and the vision tower of config.json 2"),
+    ("preprocessor_config.json", lambda raw: raw.clear(), "has patch_size=14, and the vision tower of config.json 4"),
+])  # fmt: skip
+def test_a_checkpoint_that_contradicts_itself(path, tmp_path, file, edit, why):
+    """Refused by name; its first image ended a step, and all requests of it."""
+    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+    raw = json.loads((tmp_path / file).read_text())
+    edit(raw)
+    (tmp_path / file).write_text(json.dumps(raw))
+    with pytest.raises((CheckpointError, RequestError), match=why), engine(tmp_path) as llm:
+        run(llm, asks(PAGE), THREE)
+
+
 # ---------------------------------------------------------------- memory
 
 
@@ -473,8 +521,10 @@ def test_a_job_holds_a_window_of_images(llm, monkeypatch):
     grown = resident() - before
     assert {output["finish_reason"] for output in outputs} == {"length"} and len(most) == 800
     assert max(most) < 100 and grown < 80 << 20, (max(most), grown)
+    list(llm.stream(prompts[:8], greedy(1)))
+    assert llm.submit(prompts[0], greedy(1)).result()["finish_reason"] == "length"
     gc.collect()
-    assert len(alive) < 5 and llm._inputs.attachments.num_bytes < 100_000  # of the last batches
+    assert not alive and llm._inputs.attachments.num_bytes == 0
 
 
 def resident():

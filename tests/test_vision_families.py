@@ -279,6 +279,20 @@ def test_images_that_the_tower_does_not_take(family, options, reason, request):
 # ---------------------------------------------------------------- Mistral 3
 
 
+def test_an_image_of_one_token(mistral3):
+    """Alone it was the end of a step; and its expanded prompt got a second end of the image."""
+    path, twin = mistral3
+    tiny = image(8, 8, 5)
+    with engine(path) as llm:
+        output, again = (
+            llm.generate(given(ids, [tiny]), GREEDY, use_tqdm=False)[0] for ids in ([5, IMAGE], [5, IMAGE, LAST_END])
+        )
+        assert output.prompt_token_ids == again.prompt_token_ids == [5, IMAGE, LAST_END]
+        assert tokens_of([output]) == tokens_of([again])
+        several = llm.generate(given([IMAGE, 6, IMAGE], [tiny, PAGE]), GREEDY, use_tqdm=False)
+        assert tokens_of(several) == [twin.greedy([IMAGE, 6, IMAGE], [tiny, PAGE], N)]
+
+
 def test_rows_of_an_image_end_with_tokens_of_the_tokenizer(mistral3):
     path, _ = mistral3
     with engine(path) as llm:

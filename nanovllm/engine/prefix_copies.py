@@ -85,8 +85,7 @@ class CopyingBlockManager(BlockManager):
 
     def _offer_computed(self) -> None:
         for seq, num_computed in self._computed_before:
-            if seq.block_table:
-                self.offer(seq, num_computed)
+            self.offer(seq, num_computed)
         self._computed_before = []
 
     def offer(self, seq: Sequence, num_computed: int) -> None:
@@ -114,6 +113,7 @@ class CopyingBlockManager(BlockManager):
     def deallocate(self, seq: Sequence, num_written: int = 0) -> None:
         self.register(seq, num_written)
         self.offer(seq, num_written)
+        self._computed_before = [each for each in self._computed_before if each[0] is not seq]
         super().deallocate(seq, num_written)
         self._forget_tails()
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 OBJECT = Rule("an object", lambda x: isinstance(x, dict))
 SMALL = integer("an integer from 1 to 4096", lambda n: 1 <= n <= 4096)
-RULES = by_field(("image_token_id", at_least(0)), ("spatial_merge_size patch_size mm_tokens_per_image", SMALL),
+RULES = by_field(("image_token_id", at_least(0)),
+                 ("spatial_merge_size patch_size temporal_patch_size mm_tokens_per_image", SMALL),
                  ("image_size", integer("an integer from 0 to 4096", lambda n: 0 <= n <= 4096)))  # fmt: skip
 # In checkpoints, of the tower and the projector behind it.
 TENSORS = re.compile(r"(?:model\.)?((?:visual|vision_tower|multi_modal_projector)\..+)")
@@ -73,6 +74,7 @@ class VisionConfig(NamedTuple):
             0.
         num_deepstack: layers whose outputs get features of their own added, the first ones.
         section: rotary frequencies that turn with time, height and width; () for plain positions.
+        processor_sizes: options that the image processor must have; {} where ``grid`` checks its pixels.
     """
 
     family: TowerFamily
@@ -83,11 +85,24 @@ class VisionConfig(NamedTuple):
     num_whole: int
     num_deepstack: int
     section: tuple[int, ...]
+    processor_sizes: dict[str, int]
 
     @classmethod
     def of(cls, config: "Config") -> "VisionConfig | None":
         """Of an engine's checkpoint; None where that has no tower that is supported, or the user wants none."""
-        return None if config.language_model_only else cls.read(config.model_path, config.load_format == "dummy")
+        if config.language_model_only or (vision := cls.read(config.model_path, config.load_format == "dummy")) is None:
+            return None
+        model, section = config.model_config, vision.section
+        if vision.image_token_id >= model.vocab_size:
+            raise CheckpointError(
+                f"config.json: image_token_id={vision.image_token_id} must be below vocab_size={model.vocab_size}."
+            )
+        for rope in filter(None, model.ropes):
+            if section and 2 * sum(section) != (size := rope.rotated_dims(model.head_dim)):
+                raise CheckpointError(
+                    f"config.json: mrope_section={list(section)} must sum to {size // 2}, half the rotary dimensions."
+                )
+        return vision
 
     @classmethod
     def read(cls, model_path: str, is_dummy: bool = False) -> "VisionConfig | None":
@@ -103,7 +118,7 @@ class VisionConfig(NamedTuple):
         text = check("config.json", "text_config", raw.get("text_config") or raw, OBJECT, CheckpointError)
         defaults = {
             "image_token_id": raw.get("image_token_index"), "spatial_merge_size": 2, "image_size": 0,
-            "mm_tokens_per_image": family.num_tokens or 1,
+            "temporal_patch_size": 2, "mm_tokens_per_image": family.num_tokens or 1,
         }  # fmt: skip
         sizes = check_all("config.json", {**defaults, **vision, **raw}, RULES, CheckpointError)
         if family.num_tokens:
@@ -115,10 +130,14 @@ class VisionConfig(NamedTuple):
         section = check("config.json", "rope_parameters", rope, OBJECT, CheckpointError).get("mrope_section")
         rule = optional(Rule("a list of three sizes", lambda x: INDEXES.accepts(x) and len(x) == 3))
         section = check("config.json", "mrope_section", section, rule, CheckpointError) or family.section
+        patches = {
+            "patch_size": sizes["patch_size"], "merge_size": sizes["spatial_merge_size"],
+            "temporal_patch_size": sizes["temporal_patch_size"],
+        }  # fmt: skip
         return cls(
             family, sizes["image_token_id"], sizes["spatial_merge_size"], sizes["patch_size"],
             sizes["image_size"], sizes["mm_tokens_per_image"] if family.num_tokens else 0, len(layers),
-            tuple(section) if family.mrope else (),
+            tuple(section) if family.mrope else (), patches if family.mrope else {},
         )  # fmt: skip
 
     def missing(self) -> str:

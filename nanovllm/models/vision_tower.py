@@ -68,10 +68,13 @@ class VisionTower(nn.Module):
         self.model.eval().requires_grad_(False)
         del self.model.language_model
         self.dtype, self._vision = dtype, vision
+        self._side = vision.patch_size * vision.merge_size  # of a token, in pixels
 
     def forward(self, images: list[dict[str, torch.Tensor]]) -> torch.Tensor:
         """Pixels of images, on the device -> features [tokens of all, (1 + deepstack layers) * C]."""
-        pixels = [image["pixel_values"].to(self.dtype) for image in images]
+        pixels, side = [image["pixel_values"].to(self.dtype) for image in images], self._side
+        if len(images) == 1 and pixels[0].shape == (1, 3, side, side):
+            return self(images * 2)[:1]  # of a single token transformers' Mistral 3 loses a dimension
         if pixels[0].ndim == 4:  # [1, 3, H, W]: the tower leaves out the padding by the sizes
             height, width = (max(x.shape[side] for x in pixels) for side in (2, 3))
             pixels = [F.pad(x, (0, width - x.shape[3], 0, height - x.shape[2])) for x in pixels]
@@ -84,7 +87,7 @@ class VisionTower(nn.Module):
 
     def blank(self, num_tokens: int, device: torch.device) -> dict[str, torch.Tensor]:
         """Pixels of about this number of tokens: one image with two rows of them, or several of the largest size."""
-        merge, side = self._vision.merge_size, self._vision.patch_size * self._vision.merge_size
+        merge, side = self._vision.merge_size, self._side
         if columns := self._vision.image_size // side:
             num_images, side = -(-num_tokens // columns**2), columns * side
             sizes = {"image_sizes": torch.full((num_images, 2), side)} if self._vision.family.marks else {}

@@ -32,6 +32,7 @@ from nanovllm.runner.request_state import RequestState
 from nanovllm.sampling.feature import Arrays, Tensors
 
 MAX_PATCHES = 65536  # that the tower takes at once, unless one image has more: 1 to 3 GiB of activations
+UNKNOWN = np.iinfo(np.int32).min  # a shift on the device after an interrupted step
 
 
 class VisionPart(Part):
@@ -170,8 +171,7 @@ class VisionPart(Part):
 
     def reset(self) -> None:
         self._features, self._cut = None, {}
-        self.shifts.zero_()
-        self._shifts_on_host[:] = 0
+        self._shifts_on_host[:] = UNKNOWN
 
     # ---------------------------------------------------------------- memory
 

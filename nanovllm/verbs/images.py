@@ -98,7 +98,8 @@ class ImageVerbs(Chat, Streaming):
         """A prompt that is to be used several times, with its images loaded; raises RequestError."""
         if self._loader is None or not self._loader.takes(prompt):
             return prompt
-        text, ids, images = self._loader.begin(prompt)
+        text, ids, given = self._loader.begin(prompt)
+        images = self._loader.load(*given)
         self._loader.finish(ids, images)
         loaded = {"multi_modal_data": {"image": [image.result() for image in images]}}
         return {"prompt": text, "prompt_token_ids": ids, **loaded}
@@ -118,7 +119,7 @@ class ImageVerbs(Chat, Streaming):
             return super()._begin(prompt, params, index)
         from nanovllm.engine.images.turns import Draft
 
-        text, ids, given = self._loader.begin(prompt, processes=False)
+        text, ids, given = self._loader.begin(prompt)
         self._inputs.checks.check_ids("token id", ids)
         return Draft(self._inputs.request(text, ids, params, index), *given)
 

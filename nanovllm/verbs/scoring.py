@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from nanovllm.attachments import Attachment
 from nanovllm.engine.callers import collect
 from nanovllm.engine.guard import Guard
 from nanovllm.engine.input_processor import InputProcessor
@@ -86,6 +87,8 @@ def make_perplexity(inputs: InputProcessor, texts: ListLike[Prompt]) -> Iterator
         for i, (_, given) in enumerate(inputs.encode(texts[first : first + SLICE], first), first):
             try:
                 ids = as_token_ids(given)
+                if isinstance(given, Attachment):
+                    raise RequestError("perplexity is that of tokens alone; prompt_logprobs are those of any prompt.")
                 inputs.checks.check_ids("token id", ids)
                 if len(ids) > 1:
                     _check_scored(inputs, ids, 1)

@@ -34,7 +34,10 @@ class Images(Attachment):
         num_placeholders = np.count_nonzero(prompt_ids == vision.image_token_id)
         if num_placeholders == len(images):
             first, *others = np.split(prompt_ids, np.flatnonzero(prompt_ids == vision.image_token_id))
-            parts = [ids for image, text in zip(images, others, strict=True) for ids in (layout(image.grid), text[1:])]
+            parts = []
+            for image, text in zip(images, others, strict=True):
+                ids = layout(image.grid)  # of one token they may be there already
+                parts += [text] if np.array_equal(ids, text[: len(ids)]) else [ids, text[1:]]
             prompt_ids = np.concatenate([first, *parts])
         elif num_placeholders < sum(sizes):
             raise wrong_count(vision, num_placeholders, len(images))

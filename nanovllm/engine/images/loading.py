@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
+from pathlib import Path
 from threading import RLock
 from typing import Any
 
@@ -71,8 +72,8 @@ class ImageLoader:
 
     def __init__(self, vision: VisionConfig, config: Config, tokenizer: AsyncTokenizer):
         self.vision, self._model_path, self._tokenizer = vision, config.model_path, tokenizer
-        domains = tuple(map(str.lower, config.allowed_media_domains or ()))
-        self.permissions = Permissions(config.allowed_local_media_path, domains)
+        path, domains = config.allowed_local_media_path, tuple(map(str.lower, config.allowed_media_domains or ()))
+        self.permissions = Permissions(Path(path).resolve() if path else None, domains)
         self._limit = (config.limit_mm_per_prompt or {}).get("image", NO_LIMIT)
         self._options = options = {**vision.processor_options, **(config.mm_processor_kwargs or {})}
         self.threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="nanovllm-images")
@@ -80,8 +81,8 @@ class ImageLoader:
         self._waiting: OrderedDict[object, dict[str, Any]] = OrderedDict()
         self._lock = RLock()  # a collection may let go of pixels in a thread that holds it
         self._processors: dict[str, Any] = {}  # by their options
-        for given in ({}, options):
-            self._processor(given, ConfigError)
+        self._processor({}, CheckpointError)
+        self._processor(options, ConfigError)
         from nanovllm.runner.images import pixel_form  # imports torch
 
         self._convert = pixel_form(config)
@@ -102,14 +103,11 @@ class ImageLoader:
 
     def encode(self, prompt: Any) -> tuple[str | None, Images]:
         """The text of a prompt with images, and the attachment; raises RequestError. Waits for the images."""
-        text, ids, images = self.begin(prompt)
-        return text, self.finish(ids, images)
+        text, ids, given = self.begin(prompt)
+        return text, self.finish(ids, self.load(*given))
 
-    def begin(self, prompt: Any, processes: bool = True) -> tuple[str | None, np.ndarray, Any]:
-        """Check the form of a prompt, tokenize it, and begin to load its images.
-
-        ``processes``: False returns in place of futures the sources, for ``load``.
-        """
+    def begin(self, prompt: Any) -> tuple[str | None, np.ndarray, tuple[list[Any], dict[str, Any]]]:
+        """Check the form of a prompt, and tokenize it: its text and ids, and the arguments of ``load``."""
         prompt = {"prompt": prompt} if isinstance(prompt, str) else prompt
         text, ids = split_prompt({key: prompt[key] for key in prompt if key not in KEYS})
         if ids is None:
@@ -124,7 +122,7 @@ class ImageLoader:
         # more than images: one for each of their tokens, and others that the model has sampled
         if num_placeholders != len(sources) and (num_placeholders < len(sources) or not sources):
             raise wrong_count(self.vision, num_placeholders, len(sources))
-        return text, ids, self.load(sources, options) if processes else (sources, options)
+        return text, ids, (sources, options)
 
     def load(self, sources: list[Any], options: dict[str, Any]) -> "list[Future[Image]]":
         """Begin to load images, on threads."""
@@ -202,6 +200,9 @@ class ImageLoader:
             processor = make_processor(self._model_path, options)
         except TypeError as error:
             raise kind(f"mm_processor_kwargs: {error}") from None
+        for name, size in self.vision.processor_sizes.items():
+            if (found := getattr(processor, name, size)) != size:
+                raise kind(f"the image processor has {name}={found!r:.50}, and the vision tower of config.json {size}.")
         with self._lock:
             return self._processors.setdefault(key, processor)
 

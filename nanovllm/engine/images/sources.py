@@ -13,6 +13,7 @@ from contextlib import closing
 from http.client import HTTPException
 from pathlib import Path
 from threading import Lock
+from time import monotonic
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from nanovllm.errors import RequestError
 MAX_BYTES = 64 << 20  # of an encoded image
 MAX_PIXELS = 89_000_000  # a page of A4 at 600 dpi has 35 million; PIL warns of more than 89
 TIMEOUT_S = 10.0  # of a connection, and of each read
+FETCH_S = 60.0  # of all reads of an image
 # Others have parsers that run programs (EPS) or that nobody attacks and mends.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 LOCKS = [Lock() for _ in range(64)]  # by identity: two threads must not read one PIL image, which opens its file late
@@ -32,12 +34,12 @@ class Permissions(NamedTuple):
     """The files and hosts that the user has allowed.
 
     Attributes:
-        local_path: a directory; files below it may be read. "" allows none.
+        local_path: a directory without links in its path; files below it may be read. None allows none.
         domains: hosts whose URLs may be fetched; "*" allows every one.
     """
 
-    local_path: str = ""
-    domains: tuple[str, ...] = ()
+    local_path: Path | None
+    domains: tuple[str, ...]
 
 
 def read_source(source: Any, allowed: Permissions) -> Any:
@@ -79,7 +81,9 @@ def open_image(source: Any) -> Any:
     except UnidentifiedImageError:
         raise RequestError(f"the image cannot be read: it is none of {', '.join(FORMATS)}.") from None
     except Exception as error:  # decoders raise anything
-        raise RequestError(f"the image cannot be read: {error!s:.300}") from None
+        advice = "" if isinstance(source, bytes) else " A PIL image must stay open until its request is finished."
+        reason = str(error) or type(error).__name__
+        raise RequestError(f"the image cannot be read: {reason:.300}.{advice}") from None
 
 
 def _bounded(data: bytes) -> bytes:
@@ -111,13 +115,12 @@ def _decode_data_url(url: str) -> bytes:
 
 
 def _read_file(name: str, allowed: Permissions) -> bytes:
-    if not allowed.local_path:
+    if (root := allowed.local_path) is None:
         raise RequestError(
             f"the image {name!r:.200} is a file; LLM(allowed_local_media_path=...) must name a directory that holds "
             "it. Or give its bytes."
         )
     try:
-        root = Path(allowed.local_path).resolve(strict=True)
         path = Path(root, name).resolve(strict=True)
         if not path.is_relative_to(root):
             raise RequestError(f"the image {name!r:.200} lies outside allowed_local_media_path={str(root)!r}.")
@@ -159,7 +162,12 @@ def _fetch(url: str, allowed: Permissions) -> bytes:
         opener = urllib.request.build_opener(_Redirects(allowed))
         request = urllib.request.Request(url, headers={"User-Agent": "nanovllm"})
         with opener.open(request, timeout=TIMEOUT_S) as response:
-            return _bounded(response.read(MAX_BYTES + 1))
+            data, end = bytearray(), monotonic() + FETCH_S
+            while len(data) <= MAX_BYTES and (part := response.read1(1 << 16)):
+                data += part
+                if monotonic() > end:
+                    raise TimeoutError(f"it takes more than {FETCH_S:g} s")
+            return _bounded(bytes(data))
     except (OSError, ValueError, HTTPException) as error:
         if isinstance(error, RequestError):
             raise
