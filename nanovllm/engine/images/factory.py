@@ -15,7 +15,8 @@ KEYS = ("multi_modal_data", "mm_processor_kwargs")
 
 
 def has_images(prompt: Any) -> bool:
-    return isinstance(prompt, Mapping) and any(prompt.get(key) for key in KEYS)
+    given = [prompt.get(key) for key in KEYS] if isinstance(prompt, Mapping) else []
+    return any(len(each) > 0 if isinstance(each, Mapping) else each is not None for each in given)
 
 
 class Refusal:

@@ -152,7 +152,7 @@ class ImageLoader:
         return source if isinstance(source, Image) else Image(self, read_source(source, self.permissions), options)
 
     def _sources(self, prompt: Mapping[str, Any]) -> list[Any]:
-        data = prompt.get("multi_modal_data") or {}
+        data = {} if prompt.get("multi_modal_data") is None else prompt["multi_modal_data"]
         if not isinstance(data, Mapping):
             raise RequestError(f'multi_modal_data must be a dictionary such as {{"image": ...}}, not {data!r:.100}.')
         others = [key for key in data if key != "image" and data[key] is not None]
