@@ -179,10 +179,7 @@ class Panic(BaseException):
     """As tokenizers and llguidance raise it: no Exception."""
 
 
-HUGE = [5], SamplingParams(logit_bias={3: 1.0}, stop_token_ids=[2**63])
-
-
-@pytest.mark.parametrize("bad", [HUGE, Hostile(ArithmeticError("odd")), Hostile(Panic("odd"))], ids=range(3))
+@pytest.mark.parametrize("bad", [Hostile(ArithmeticError("odd")), Hostile(Panic("odd"))], ids=range(2))
 def test_whatever_a_prompt_raises_is_its_own_error(make_llm, reference, bad):
     """Only a RequestError went to ``on_error``; any other class ended the stream."""
     llm, errors = make_llm(max_num_seqs=2), {}
