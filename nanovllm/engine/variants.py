@@ -1,4 +1,4 @@
-"""The engine's factory: the kind of KV cache and of scheduler, by options and model, and the readouts of requests.
+"""The engine's factory: kinds of KV cache and scheduler, by options and model; readouts and attachments of requests.
 
 The only file that imports the engine's features. Each is one line of a list; the first that is not None is taken.
 """

@@ -45,10 +45,12 @@ def packed_attention() -> str:
 
 
 class VisionTower(nn.Module):
-    """Args:
-    vision: of the checkpoint.
-    model_path: its directory.
-    dtype: to compute in.
+    """Computes the features of images.
+
+    Args:
+        vision: of the checkpoint.
+        model_path: its directory.
+        dtype: to compute in.
     """
 
     def __init__(self, vision: VisionConfig, model_path: str, dtype: torch.dtype):
