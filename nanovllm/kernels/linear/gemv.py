@@ -5,6 +5,9 @@ Owns `gemv` and its tile sizes; computes reference.fused_linear.
 Bound by reading the weight. A program loads its first BLOCK_C channels before griddepcontrol.wait (launch.py on PDL),
 so only x from L2, the arithmetic and the store lie between the end of one kernel and the end of the next. The fewer
 registers a thread needs, the more programs of the next kernel are resident early, with their loads in flight.
+Neighbouring threads load neighbouring vectors. From Triton 3.7 on it would give them neighbouring features, and convert
+layouts at each step; it goes by what is contiguous, so pointers to vectors are said to be so, two at a time. The width
+of a load depends on the last dimension only.
 
 Scales of an e4m3 weight, of all channels or of groups of them, multiply the sums. In e4m3 a byte of weight costs twice
 the arithmetic, and widened to fp32 that takes as long as reading it. So on NVIDIA GPUs from sm_89 on, with a token in
@@ -228,6 +231,7 @@ def gemv_kernel(
     x_offs = vector * (VECTOR // X_PACK) + lane
     offs = vector * (VECTOR // PACK) + lane
     weight_ptrs = weight_ptr + offs[:, None, :] + features[None, :, None] * (NUM_CHANNELS // PACK)
+    weight_ptrs = tl.max_contiguous(weight_ptrs, [2, 1, VECTOR // PACK])  # see above
     weight = tl.load(weight_ptrs, mask=(channel < NUM_CHANNELS)[:, None, :] & exists[None, :, None], other=0.0)
     scale = load_group_scale(weight_scale_ptr, features, exists, 0, NUM_CHANNELS, NUM_GROUPS, BLOCK_C, VECTOR)
     norm = load_norm_weight(norm_weight_ptr, x_offs, channel < NUM_CHANNELS, IN_FP16)
