@@ -593,7 +593,7 @@ def random_weight(N, C, size, symmetric, dtype=torch.bfloat16):
     codes = torch.randint(0, 16, (N, C), dtype=torch.uint8)
     scale = (torch.rand(N, C // size) * 0.01 + 0.001).to(dtype)
     zero = None if symmetric else torch.randint(0, 17, (N, C // size), dtype=torch.int8)
-    words = int4.packed(codes)
+    words = int4.packed(codes, int4.tile_of(size))
     exact = (codes.double() - (8 if zero is None else zero.double().repeat_interleave(size, 1)))
     return Weight(words, scale, zero=zero), exact * scale.double().repeat_interleave(size, 1)
 
@@ -604,7 +604,7 @@ def test_dequantized(N, C, size, symmetric, dtype):
     """Each number is rounded once."""
     weight, exact = random_weight(N, C, size, symmetric, dtype)
     assert torch.equal(weight.dequantize(dtype), exact.to(dtype)) and weight.num_channels == C
-    assert torch.equal(int4.packed(int4.codes_of(weight.data)), weight.data)
+    assert torch.equal(int4.packed(int4.codes_of(weight.data), 1), weight.data)
 
 
 @needs_product

@@ -1,7 +1,9 @@
 """Weights of 4-bit integers: a number is (code - zero) * scale, with a code of 0 to 15, scale and zero of its group.
 
-A group is one of the equal parts of a row's channels. A word of 32 bits has the codes of 8 channels: channel 8w + i at
-bits 4i of word w. Activations stay in their own dtype (W4A16).
+A group is one of the equal parts of a row's channels. A word of 32 bits has 8 codes, code n at bits 4n. Activations
+stay in their own dtype (W4A16).
+
+Channels are stored in the order in which tensor cores take them from the registers of four threads: see `channels_of`.
 """
 
 from functools import cache
@@ -9,11 +11,35 @@ from functools import cache
 import torch
 
 CODES = 8  # in a word
+MAX_TILE, MIN_TILE = 128, 32  # channels
 MIDDLE = 8  # the zero of a symmetric weight
 # What torch's product of 4-bit weights on the CPU takes. In fp32 and fp16 it takes 25 times as long as in bf16.
 CPU_GROUPS, CPU_FEATURES, CPU_DTYPE = (256, 128, 64, 32), 16, torch.bfloat16
 # Tokens up to which it is faster than dequantizing the weight, which takes 0.5 ns a number.
 MAX_TOKENS_CPU = 48
+
+
+def tile_of(group):
+    """Channels of a tile: the largest power of two that divides a group, up to 128. Below 32 the channels keep their
+    order."""
+    return min(MAX_TILE, group & -group)
+
+
+def tiled(codes, tile):
+    """Codes [..., C] in the order of `channels_of`."""
+    if tile < MIN_TILE:
+        return codes
+    return codes.unflatten(-1, (-1, tile // 32, 4, 4, 2)).movedim(-2, -4).transpose(-1, -2).flatten(-5)
+
+
+@cache
+def channels_of(num_channels, tile, device):
+    """The channel at each place, i64 [C].
+
+    Code i or i + 4 of word b of thread t of a tile is channel 32b + 8i + 2t, or the next. A thread's words are
+    neighbours.
+    """
+    return tiled(torch.arange(num_channels, device=device), tile)
 
 
 def codes_of(words, bits=4):
@@ -22,8 +48,9 @@ def codes_of(words, bits=4):
     return bytes_ if bits == 8 else torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(-2)
 
 
-def packed(codes):
-    """The inverse of `codes_of` for 4 bits; codes uint8 [..., C], C a multiple of 8."""
+def packed(codes, tile):
+    """Words int32 [..., C / 8] of codes uint8 [..., C], C a multiple of 8, in tiles."""
+    codes = tiled(codes, tile)
     bytes_ = codes[..., 0::2] | codes[..., 1::2] << 4
     return bytes_.contiguous().view(torch.int32)
 
@@ -31,7 +58,8 @@ def packed(codes):
 def dequantized(words, scale, zero, dtype):
     """Numbers [..., N, C] in `dtype`, of words int32 [..., N, C / 8], scale [..., N, G] and zero int8 likewise or None.
 
-    Without a zero it is 8. Differences of code and zero are exact in 16 bits, products with the scale are rounded once.
+    Channels are in the order of the words. Without a zero it is 8. Differences of code and zero are exact in 16 bits,
+    products with the scale are rounded once.
     """
     table = pairs(dtype, words.device, MIDDLE if zero is None else 0)
     codes = table.index_select(0, words.view(torch.uint8).flatten().int()).view(dtype)
@@ -59,7 +87,9 @@ def pack(words, scale, zero):
     is_x86 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     if not (is_x86 and size and num_features % CPU_FEATURES == 0 and scale.dtype == CPU_DTYPE):
         return None
-    data = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes_of(words).int(), 1)
+    codes = torch.empty(num_features, num_channels, dtype=torch.int32)
+    codes[:, channels_of(num_channels, tile_of(num_channels // scale.shape[1]), codes.device)] = codes_of(words).int()
+    data = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
     offset = torch.zeros_like(scale) if zero is None else (MIDDLE - zero.float()) * scale
     spread = num_channels // size // scale.shape[1]
     both = torch.stack((scale, offset.to(scale.dtype)), -1).repeat_interleave(spread, 1)
@@ -67,9 +97,11 @@ def pack(words, scale, zero):
 
 
 def linear(x, weight, bias):
-    """x [T, C] times the transpose of a Weight with the copy of `pack`, plus bias: [T, N]."""
-    if len(x) > MAX_TOKENS_CPU:
-        return torch.nn.functional.linear(x, weight.dequantize(x.dtype), bias)
+    """x [T, C] times the transpose of a Weight, plus bias: [T, N]; of few tokens by its copy of `pack`."""
+    if weight.packed is None or len(x) > MAX_TOKENS_CPU:
+        numbers = dequantized(weight.data, weight.scale, weight.zero, x.dtype)
+        x = x.gather(1, weight.channels.expand(len(x), -1))  # in a quarter of index_select's time
+        return torch.nn.functional.linear(x, numbers, bias)
     data, scales, size = weight.packed
     y = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), data, size, scales)
     return y if bias is None else y + bias

@@ -206,9 +206,7 @@ class PackedTensors:
         size, (_, C) = data.shape[-1] * int4.CODES // scale.shape[-1], self.shape
         if C % size or C % int4.CODES:
             raise CheckpointError(f"module {self.name!r} has {C} input channels, expected a multiple of {size}.")
-        is_stored = self.scheme.layout != "awq" and self.order is None and self.scheme.bits == 4
-        words = self.words if is_stored else int4.packed(self.codes)
-        pairs = [(data, words), (scale, self.spread(self.scales, size))]
+        pairs = [(data, int4.packed(self.codes, int4.tile_of(size))), (scale, self.spread(self.scales, size))]
         if self.zeros is not None:
             pairs.append((zero, self.spread(self.zeros, size).to(torch.int8)))
         if order is not None and self.order is not None:

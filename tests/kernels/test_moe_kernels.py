@@ -422,7 +422,7 @@ def int4_experts(weight, group, symmetric, dtype):
     scale[:, ::2] *= -1
     zero = None if symmetric else torch.randint(0, 17, scale.shape, device=DEVICE, dtype=torch.int8)
     codes = torch.randint(0, 16, (E, N, C), device=DEVICE, dtype=torch.uint8)
-    return Weight(int4.packed(codes), scale.to(dtype), zero=zero)
+    return Weight(int4.packed(codes, int4.tile_of(group)), scale.to(dtype), zero=zero)
 
 
 @pytest.mark.parametrize("C, E, I, groups", [

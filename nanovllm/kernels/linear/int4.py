@@ -6,26 +6,43 @@ Owns `fused_linear` of these: the choice of kernel by the number of tokens, fewe
     2 to 64    tiles that are unpacked in registers; programs share the channels, and a sum over them follows
     more       dequantized, then as 16 bits
 
-Codes become numbers in registers (unpack_int4.py). Scales multiply sums of a group, in fp32. Weights with groups of
-fewer than 32 channels are dequantized.
+Codes become numbers in registers (unpack_int4.py), a tile's where the tensor cores take them: words and rows are loaded
+in the order for it. Scales multiply sums of a group, in fp32. Weights with groups of fewer than 32 channels are
+dequantized.
 
 T tokens, N output features, C input channels, G groups; I outputs: N, or N / 2 with act_mul; V vectors of a step.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from ..int4 import CODES
+from ..int4 import CODES, MIN_TILE
 from ..launch import launch, launch_options, num_sms, pdl_launch_dependents, pdl_wait
-from ..moe.grouped_gemm import sum_rows
+from ..moe.unpack import in_order, place_in_tile
 from .gemv import activate, output_features
 from .norm import SplitKPartials, rms_norm
 from .reference import Weight
-from .silu_and_mul import act_and_mul
-from .unpack_int4 import VECTOR, dot_int4, group_of, load_zero, unpack_tile, uses_asm
+from .silu_and_mul import launch_by_rows
+from .unpack_int4 import VECTOR, dot_int4, group_of, load_x, load_zero, unpack_tile, uses_asm
 
 MIN_TOKENS_DENSE = 65
+
+
+@triton.jit
+def load_vectors(
+    words_ptr, scale_ptr, zero_ptr, place, features, exists, NUM_CHANNELS: tl.constexpr, NUM_GROUPS: tl.constexpr
+):  # fmt: skip
+    """Load words int32 [V, N, 4], scales fp32 [V, N] and zeros of the vectors from place [V, 1] on."""
+    mask = (place < NUM_CHANNELS) & exists[None, :]
+    offs = features[None, :, None] * (NUM_CHANNELS // 8) + (place // 8 + tl.arange(0, 4)[None, :])[:, None, :]
+    words_ptrs = tl.max_contiguous(words_ptr + offs, [2, 1, 4])  # see gemv.py
+    words = tl.load(words_ptrs, mask=mask[:, :, None], other=0)
+    group = features[None, :] * NUM_GROUPS + place // (NUM_CHANNELS // NUM_GROUPS)
+    scale = tl.load(scale_ptr + group, mask=mask, other=0.0).to(tl.float32)
+    return words, scale, load_zero(zero_ptr, group, mask)
 
 
 @triton.jit
@@ -42,47 +59,81 @@ def int4_gemv_kernel(
     eps,
     NUM_CHANNELS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
+    TILE: tl.constexpr,
     ACT_MUL: tl.constexpr,  # "silu", "gelu_tanh" or None
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     USE_ASM: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """One program: BLOCK_N output features, all channels, BLOCK_V vectors a step."""
+    """One program: BLOCK_N output features at a time, all channels, BLOCK_V vectors a step.
+
+    The words of the next step, or of the next features, are in flight during this one. Where all channels are one step,
+    x stays in registers.
+    """
     pdl_launch_dependents(USE_PDL)
-    tile = tl.program_id(0)
     BLOCK_I: tl.constexpr = BLOCK_N // 2 if ACT_MUL is not None else BLOCK_N
-    GROUP: tl.constexpr = NUM_CHANNELS // NUM_GROUPS
-    features, exists = output_features(tile, num_outputs, ACT_MUL, BLOCK_N)
-    first = tl.arange(0, BLOCK_V)[:, None] * 32
-    words_ptrs = words_ptr + features[None, :, None] * (NUM_CHANNELS // 8) + tl.arange(0, 4)[None, None, :]
-    offs_i = tile * BLOCK_I + tl.arange(0, BLOCK_I)
-    acc = tl.zeros((BLOCK_V, BLOCK_N), tl.float32)
-    total_squares = tl.zeros((BLOCK_V,), tl.float32)
-    for step in tl.static_range(0, NUM_CHANNELS, BLOCK_V * 32):
-        channel = step + first
-        inside = channel < NUM_CHANNELS
-        mask = inside & exists[None, :]
-        words = tl.load(words_ptrs + (channel // 8)[:, :, None], mask=mask[:, :, None], other=0)
-        group = features[None, :] * NUM_GROUPS + channel // GROUP
-        scale = tl.load(scale_ptr + group, mask=mask, other=0.0).to(tl.float32)
-        zero = load_zero(zero_ptr, group, mask)
-        # Returns at once after the first. ptxas moves no load across it: all of the weight's are in flight before.
-        pdl_wait(USE_PDL)
-        dot, squares = dot_int4(x_ptr, norm_weight_ptr, channel, inside, words, zero, USE_ASM)
-        acc += dot * scale
-        total_squares += squares
-    y = tl.sum(acc, axis=0)
-    if norm_weight_ptr is not None:
-        y *= tl.rsqrt(tl.sum(total_squares) / NUM_CHANNELS + eps)
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + features, mask=exists, other=0.0).to(tl.float32)
-    if ACT_MUL is not None:
-        gate, up = tl.split(tl.permute(tl.reshape(y, (2, BLOCK_I)), (1, 0)))
-        y = activate(gate, ACT_MUL) * up
-    if residual_ptr is not None:
-        y += tl.load(residual_ptr + offs_i, mask=offs_i < num_outputs, other=0.0).to(tl.float32)
-    tl.store(y_ptr + offs_i, y.to(y_ptr.dtype.element_ty), mask=offs_i < num_outputs)
+    STEPS: tl.constexpr = (NUM_CHANNELS + BLOCK_V * 32 - 1) // (BLOCK_V * 32)
+    place = tl.arange(0, BLOCK_V)[:, None] * 32
+    features, exists = output_features(tl.program_id(0), num_outputs, ACT_MUL, BLOCK_N)
+    words, scale, zero = load_vectors(
+        words_ptr, scale_ptr, zero_ptr, place, features, exists, NUM_CHANNELS, NUM_GROUPS
+    )
+    pdl_wait(USE_PDL)
+    if STEPS == 1:
+        x, grow, sums, squares = load_x(x_ptr, norm_weight_ptr, place, place < NUM_CHANNELS, TILE, USE_ASM)
+    for tile in range(tl.program_id(0), tl.cdiv(num_outputs, BLOCK_I), tl.num_programs(0)):
+        features, exists = output_features(tile, num_outputs, ACT_MUL, BLOCK_N)
+        acc = tl.zeros((BLOCK_V, BLOCK_N), tl.float32)
+        total_squares = tl.zeros((BLOCK_V, 1), tl.float32)
+        for step in range(STEPS):  # not unrolled: all loads would move up, and take more registers than there are
+            step_words, step_scale, step_zero = words, scale, zero
+            next_tile = tl.where(step + 1 < STEPS, tile, tile + tl.num_programs(0))
+            next_place = tl.where(step + 1 < STEPS, step + 1, 0) * (BLOCK_V * 32) + place
+            next_features, next_exists = output_features(next_tile, num_outputs, ACT_MUL, BLOCK_N)
+            words, scale, zero = load_vectors(
+                words_ptr, scale_ptr, zero_ptr, next_place, next_features, next_exists, NUM_CHANNELS, NUM_GROUPS
+            )
+            if STEPS > 1:
+                here = step * (BLOCK_V * 32) + place
+                x, grow, sums, squares = load_x(x_ptr, norm_weight_ptr, here, here < NUM_CHANNELS, TILE, USE_ASM)
+            acc += dot_int4(x, grow, sums, step_words, step_zero, USE_ASM) * step_scale
+            total_squares += squares
+        y = tl.sum(acc, axis=0)
+        if norm_weight_ptr is not None:
+            y *= tl.rsqrt(tl.sum(total_squares) / NUM_CHANNELS + eps)
+        if bias_ptr is not None:
+            y += tl.load(bias_ptr + features, mask=exists, other=0.0).to(tl.float32)
+        if ACT_MUL is not None:
+            gate, up = tl.split(tl.permute(tl.reshape(y, (2, BLOCK_I)), (1, 0)))
+            y = activate(gate, ACT_MUL) * up
+        offs_i = tile * BLOCK_I + tl.arange(0, BLOCK_I)
+        if residual_ptr is not None:
+            y += tl.load(residual_ptr + offs_i, mask=offs_i < num_outputs, other=0.0).to(tl.float32)
+        tl.store(y_ptr + offs_i, y.to(y_ptr.dtype.element_ty), mask=offs_i < num_outputs)
+
+
+@triton.jit
+def load_halves(
+    scale_ptrs, zero_ptr, zero_offs, channel, GROUP: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr
+):  # fmt: skip
+    """Load scales and zeros of the tile at a channel, and with PAIRS of the next."""
+    group = channel // GROUP
+    scale, zero = tl.load(scale_ptrs + group), load_zero(zero_ptr, zero_offs + group, zero_offs >= 0)
+    if PAIRS and GROUP < 2 * TILE:
+        group = (channel + TILE) // GROUP
+        return scale, zero, tl.load(scale_ptrs + group), load_zero(zero_ptr, zero_offs + group, zero_offs >= 0)
+    else:
+        return scale, zero, scale, zero
+
+
+@triton.jit
+def dot_tile(
+    x, words, zero, WARPS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr, USE_ASM: tl.constexpr
+):  # fmt: skip
+    """Products fp32 [N, M] of the words int32 [N, TILE / 8] of a tile with x [M, TILE]. The weight is in registers."""
+    weight = in_order(unpack_tile(words, zero, x.dtype, USE_ASM), WARPS, TILE)
+    return tl.dot(weight, tl.trans(x), input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -95,11 +146,13 @@ def int4_gemm_kernel(
     num_tokens,
     N: tl.constexpr,
     K: tl.constexpr,
-    GROUP: tl.constexpr,  # a multiple of BLOCK_K
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+    PAIRS: tl.constexpr,  # a step has two tiles: 128 bytes of a row are read at once
     SPLIT_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    WARPS: tl.constexpr,
     PRECISION: tl.constexpr,
     USE_ASM: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -111,21 +164,71 @@ def int4_gemm_kernel(
     pdl_launch_dependents(USE_PDL)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    k, word = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // 8)
-    row = n % N  # what is beyond the last feature is computed twice, and not stored
+    TILES: tl.constexpr = 2 if PAIRS else 1
+    k, word = tl.arange(0, TILE), tl.arange(0, TILES * TILE // 8)
+    # what is beyond the last feature is computed twice, and not stored
+    row = (tl.program_id(0) * BLOCK_N + place_in_tile(tl.arange(0, BLOCK_N), WARPS)) % N
     words_ptrs = words_ptr + row.to(tl.int64)[:, None] * (K // 8) + word[None, :]
     x_ptrs = x_ptr + (m % num_tokens).to(tl.int64)[:, None] * K + k[None, :]
-    groups = row * (K // GROUP)
+    scale_ptrs, zero_offs = scale_ptr + n % N * (K // GROUP), row * (K // GROUP)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    STEP: tl.constexpr = SPLIT_K * TILES * TILE
+    first = tl.program_id(1) * (TILES * TILE)
+    halves = load_halves(scale_ptrs, zero_ptr, zero_offs, first, GROUP, TILE, PAIRS)
     pdl_wait(USE_PDL)
-    for step in range(tl.program_id(1) * BLOCK_K, K, SPLIT_K * BLOCK_K):
-        scale = tl.load(scale_ptr + groups + step // GROUP).to(tl.float32)
-        zero = load_zero(zero_ptr, groups + step // GROUP, row < N)
-        x = tl.load(x_ptrs + step)
-        weight = unpack_tile(tl.load(words_ptrs + step // 8), zero, x.dtype, USE_ASM)
-        acc += tl.dot(weight, tl.trans(x), input_precision=PRECISION) * scale[:, None]
+    for step in range(first, K, STEP):
+        # Triton's pipeline takes no load below 4 bytes: the next step's are in flight during this one.
+        scale, zero, more_scale, more_zero = halves
+        following = tl.minimum(step + STEP, K - TILES * TILE)
+        x, words = tl.load(x_ptrs + step), tl.load(words_ptrs + step // 8)
+        if PAIRS:
+            more_x = tl.load(x_ptrs + step + TILE)
+            words, more_words = tl.split(words.reshape((BLOCK_N, 2, TILE // 8)).permute((0, 2, 1)))
+        halves = load_halves(scale_ptrs, zero_ptr, zero_offs, following, GROUP, TILE, PAIRS)
+        acc += dot_tile(x, words, zero, WARPS, TILE, PRECISION, USE_ASM) * scale.to(tl.float32)[:, None]
+        if PAIRS:
+            more = dot_tile(more_x, more_words, more_zero, WARPS, TILE, PRECISION, USE_ASM)
+            acc += more * more_scale.to(tl.float32)[:, None]
     parts_ptrs = parts_ptr + (tl.program_id(1).to(tl.int64) * num_tokens + m)[:, None] * N + n[None, :]
     tl.store(parts_ptrs, tl.trans(acc), mask=(m < num_tokens)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def load_sums(parts_ptr, bias_ptr, column, mask, stride, SPLIT_K: tl.constexpr):
+    """Sum up fp32 of a column of parts [SPLIT_K, *], `stride` apart, and the bias."""
+    total = tl.zeros(column.shape, tl.float32)
+    for i in tl.static_range(SPLIT_K):
+        total += tl.load(parts_ptr + i * stride + column, mask=mask, other=0.0)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def sum_parts_kernel(
+    y_ptr,  # [T, I] contiguous, written here
+    parts_ptr,  # fp32 [SPLIT_K, T, N], written by the kernel before
+    bias_ptr,  # [N] or None
+    residual_ptr,  # [T, I], tokens strided, or None
+    residual_stride,
+    num_tokens,
+    num_outputs,
+    SPLIT_K: tl.constexpr,
+    ACT_MUL: tl.constexpr,  # "silu", "gelu_tanh" or None
+    BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    pdl_launch_dependents(USE_PDL)
+    pdl_wait(USE_PDL)
+    token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask, num_features = column < num_outputs, num_outputs if ACT_MUL is None else 2 * num_outputs
+    parts_ptr, stride = parts_ptr + token * num_features, num_tokens.to(tl.int64) * num_features
+    y = load_sums(parts_ptr, bias_ptr, column, mask, stride, SPLIT_K)
+    if ACT_MUL is not None:
+        y = activate(y, ACT_MUL) * load_sums(parts_ptr, bias_ptr, num_outputs + column, mask, stride, SPLIT_K)
+    if residual_ptr is not None:
+        y += tl.load(residual_ptr + token * residual_stride + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + token * num_outputs + column, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -136,6 +239,7 @@ def int4_dequantize_kernel(
     y_ptr,  # [N, C], written here
     num_words,
     num_groups,
+    TILE: tl.constexpr,
     BLOCK_W: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
@@ -148,11 +252,14 @@ def int4_dequantize_kernel(
     group = feature * num_groups + w // (num_words // num_groups)
     scale = tl.load(scale_ptr + group, mask=mask, other=0.0).to(tl.float32)
     zero = load_zero(zero_ptr, group, mask)
-    i = tl.arange(0, 8)[None, :]
-    numbers = (((words[:, None] >> (i * 4)) & 15) - zero[:, None]).to(tl.float32) * scale[:, None]
+    codes = (words[:, None] >> (tl.arange(0, 8) * 4)[None, :]) & 15
+    numbers = ((codes - zero[:, None]).to(tl.float32) * scale[:, None]).to(y_ptr.dtype.element_ty)
+    if TILE >= 32:  # from the order of words to that of channels
+        numbers = numbers.reshape((BLOCK_W * 8 // TILE, 4, TILE // 32, 2, 4)).permute((0, 2, 4, 1, 3))
+    channel = tl.program_id(1) * (BLOCK_W * 8) + tl.arange(0, BLOCK_W * 8)
     pdl_wait(USE_PDL)  # the output may reuse memory that the kernel before reads
-    y_ptrs = y_ptr + (feature * num_words + w)[:, None] * 8 + i
-    tl.store(y_ptrs, numbers.to(y_ptr.dtype.element_ty), mask=mask[:, None])
+    y_ptrs = y_ptr + feature * (num_words * 8) + channel
+    tl.store(y_ptrs, numbers.reshape((BLOCK_W * 8,)), mask=channel < num_words * 8)
 
 
 def arguments(weight):
@@ -167,13 +274,59 @@ def dequantized(weight, dtype):
     num_words, num_groups = weight.data.shape[-1], weight.scale.shape[-1]
     shape = (*weight.data.shape[:-1], num_words * CODES)
     y = torch.empty(shape, dtype=dtype, device=weight.data.device)
-    block_w = min(512, triton.next_power_of_2(num_words))
+    block_w = min(512, max(weight.tile // CODES, triton.next_power_of_2(num_words)))
     launch(
         int4_dequantize_kernel, (weight.data.numel() // num_words, triton.cdiv(num_words, block_w)),
-        *arguments(weight), y, num_words, num_groups, BLOCK_W=block_w, num_warps=max(1, block_w // 128),
+        *arguments(weight), y, num_words, num_groups, TILE=weight.tile, BLOCK_W=block_w,
+        num_warps=max(1, block_w // 128),
         **launch_options(y.device),
     )  # fmt: skip
     return Weight(y)
+
+
+class Int4GemvConfig(NamedTuple):
+    """How an INT4 GEMV is cut into programs."""
+
+    block_n: int  # output features
+    block_v: int  # vectors of a step
+    num_warps: int
+    num_programs: int
+
+
+class Int4GemmConfig(NamedTuple):
+    """How an INT4 GEMM is cut into programs."""
+
+    block_m: int  # tokens of a program
+    block_n: int  # output features, 16 for each warp
+    num_warps: int
+    num_stages: int
+    split_k: int  # programs that share the channels
+    pairs: bool  # of tiles a step
+
+
+# Swept on an H100 over the layers of Qwen3-8B (docs/experiments.md, "Four bits"), GEMVs of several steps not again.
+
+
+def gemv_config(num_features, num_channels, sms):
+    num_vectors = num_channels // VECTOR
+    # the most of which a fifth at most is beyond the channels
+    block_v = next(v for v in (128, 64, 32) if v == 32 or triton.cdiv(num_vectors, v) * v * 4 <= num_vectors * 5)
+    if block_v >= num_vectors and num_features <= 32 * sms:  # few programs
+        return Int4GemvConfig(4, max(32, block_v // 2), max(1, block_v // 64), triton.cdiv(num_features, 4))
+    num_tiles, num_warps = triton.cdiv(num_features, 8), block_v // 32
+    # 12 warps of an SM, or up to 16 where each program then has one tile
+    num_programs = num_tiles if num_tiles * num_warps <= 16 * sms else 12 // num_warps * sms
+    return Int4GemvConfig(8, block_v, num_warps, num_programs)
+
+
+def gemm_config(num_tokens, num_features, num_steps, sms):
+    block_m, block_n = min(64, max(16, triton.next_power_of_2(num_tokens))), 64
+    num_tiles = triton.cdiv(num_features, block_n)
+    # Partial sums take the more time the more tokens there are.
+    split_k = max(1, min(8, num_steps // 4, 128 // block_m * sms // num_tiles))
+    split_k = 1 << split_k.bit_length() - 1
+    pairs = block_m <= 32 and num_steps % 2 == 0 and num_steps >= 8 * split_k
+    return Int4GemmConfig(block_m, block_n, 4, 3, split_k, pairs)
 
 
 def int4_gemv(x, weight, bias, norm_weight, eps, residual, act_mul):
@@ -182,38 +335,49 @@ def int4_gemv(x, weight, bias, norm_weight, eps, residual, act_mul):
     assert x.shape == (1, num_channels) and x.stride(1) == 1
     num_outputs = num_features // 2 if act_mul else num_features
     y = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
-    block_n, block_v = 8, min(64, triton.next_power_of_2(num_channels // VECTOR))
+    config = gemv_config(num_features, num_channels, num_sms(x.device))
     launch(
-        int4_gemv_kernel, (triton.cdiv(num_features, block_n),),
+        int4_gemv_kernel, (config.num_programs,),
         x, *arguments(weight), bias, norm_weight, residual, y, num_outputs, eps,
-        NUM_CHANNELS=num_channels, NUM_GROUPS=weight.scale.shape[1], ACT_MUL=act_mul, BLOCK_N=block_n, BLOCK_V=block_v,
-        USE_ASM=uses_asm(x), num_warps=max(1, block_v // 32), **launch_options(x.device),
+        NUM_CHANNELS=num_channels, NUM_GROUPS=weight.scale.shape[1], TILE=weight.tile, ACT_MUL=act_mul,
+        BLOCK_N=config.block_n, BLOCK_V=config.block_v, USE_ASM=uses_asm(x), num_warps=config.num_warps,
+        **launch_options(x.device),
     )  # fmt: skip
     return y
 
 
 def int4_gemm(x, weight):
     """fp32 partial sums [S, T, N] of x W^T, x [T, C] of 1 to 64 tokens."""
-    (num_tokens, num_channels), num_features, group = x.shape, len(weight.data), group_of(weight)
+    (num_tokens, num_channels), num_features = x.shape, len(weight.data)
     x = x.contiguous()
-    block_m = min(64, max(16, triton.next_power_of_2(num_tokens)))
-    block_n, block_k = 64, min(128, group & -group)
-    num_tiles, num_steps = triton.cdiv(num_features, block_n), num_channels // block_k
-    # as many programs as two waves of SMs hold, of four steps at least
-    split_k = max(1, min(2 * num_sms(x.device) // num_tiles, num_steps // 4))
-    parts = torch.empty((split_k, num_tokens, num_features), dtype=torch.float32, device=x.device)
+    config = gemm_config(num_tokens, num_features, num_channels // weight.tile, num_sms(x.device))
+    grid = triton.cdiv(num_features, config.block_n), config.split_k, triton.cdiv(num_tokens, config.block_m)
+    parts = torch.empty((config.split_k, num_tokens, num_features), dtype=torch.float32, device=x.device)
     launch(
-        int4_gemm_kernel, (num_tiles, split_k, triton.cdiv(num_tokens, block_m)), x, *arguments(weight), parts,
-        num_tokens, N=num_features, K=num_channels, GROUP=group, SPLIT_K=split_k, BLOCK_M=block_m, BLOCK_N=block_n,
-        BLOCK_K=block_k, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", USE_ASM=uses_asm(x),
-        num_warps=4, num_stages=4 if x.element_size() == 2 else 2, **launch_options(x.device),
+        int4_gemm_kernel, grid, x, *arguments(weight), parts, num_tokens, N=num_features, K=num_channels,
+        GROUP=group_of(weight), TILE=weight.tile, PAIRS=config.pairs, SPLIT_K=config.split_k, BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n, WARPS=config.num_warps, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        USE_ASM=uses_asm(x), num_warps=config.num_warps, num_stages=config.num_stages if x.element_size() == 2 else 2,
+        **launch_options(x.device),
     )  # fmt: skip
     return parts
 
 
+def sum_parts(parts, bias, residual, act_mul, dtype):
+    """[residual +] [act_and_mul] (parts.sum(0) [+ bias]), [T, I], in `dtype`; parts fp32 [S, T, N]."""
+    split_k, num_tokens, num_features = parts.shape
+    num_outputs = num_features // 2 if act_mul else num_features
+    y = torch.empty((num_tokens, num_outputs), dtype=dtype, device=parts.device)
+    launch_by_rows(
+        sum_parts_kernel, num_outputs, y, parts, bias, residual, 0 if residual is None else residual.stride(0),
+        num_tokens, num_outputs, SPLIT_K=split_k, ACT_MUL=act_mul,
+    )  # fmt: skip
+    return y
+
+
 def multiplies(num_tokens, weight):
     """Whether a kernel multiplies the words by as many tokens, so that the weight need not be dequantized."""
-    return 1 <= num_tokens < MIN_TOKENS_DENSE and group_of(weight) % VECTOR == 0
+    return 1 <= num_tokens < MIN_TOKENS_DENSE and weight.tile >= MIN_TILE
 
 
 def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None, act_mul=None, allow_split_k=False):
@@ -227,10 +391,6 @@ def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None,
     if len(x) == 1:
         return int4_gemv(x, weight, bias, norm_weight, eps, residual, act_mul)
     parts = int4_gemm(x, weight)
-    if act_mul is None and bias is None:
-        is_partial = residual is not None and allow_split_k
-        return SplitKPartials(residual, parts) if is_partial else sum_rows(parts, residual, x.dtype)
-    y = sum_rows(parts, None, x.dtype)
-    y = y if bias is None else y.add_(bias)
-    y = y if act_mul is None else act_and_mul(y, act_mul)
-    return y if residual is None else residual.add_(y)
+    if allow_split_k and residual is not None and bias is act_mul is None:
+        return SplitKPartials(residual, parts)
+    return sum_parts(parts, bias, residual, act_mul, x.dtype)

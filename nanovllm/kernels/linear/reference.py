@@ -26,7 +26,7 @@ class Weight(NamedTuple):
     block_n: int = 1  # each so many output features have the same scales
     packed: Any = None  # of data without a scale, see `pack`; of 4-bit integers see ../int4.py
     zero: torch.Tensor | None = None  # int8 [N, G] of 4-bit integers; None: they are symmetric
-    order: torch.Tensor | None = None  # i32 [C] of 4-bit integers: the channel of x for each of data; None: its own
+    order: torch.Tensor | None = None  # i32 [C] of 4-bit integers: the channel of x for each of W; None: its own
 
     def expert(self, i):
         """The Weight of expert i, of data [E, N, C], scale and zero [E, N, G] of all experts."""
@@ -45,18 +45,29 @@ class Weight(NamedTuple):
     def num_channels(self):
         return self.data.shape[-1] * (2 if self.is_mxfp4 else int4.CODES if self.is_int4 else 1)
 
+    @property
+    def channels(self):
+        """The channel of W, i64 [C], for each of 4-bit integers of data."""
+        return int4.channels_of(self.num_channels, self.tile, self.data.device)
+
+    @property
+    def tile(self):
+        """The channels of 4-bit integers that have an order of their own."""
+        return int4.tile_of(self.num_channels // self.scale.shape[-1])
+
     def has_whole_blocks(self):
         """Whether a scale is that of all channels, or of a block of 128 x 128, as the prefill GEMM needs it."""
         return self.scale.shape[1] == 1 or self.block_n % 128 == 0
 
     def dequantize(self, dtype):
-        """[N, C] in `dtype`, of experts [E, N, C], channels in the order of `data`; without a scale, as it is."""
+        """W [N, C] in `dtype`, of experts [E, N, C]; without a scale, as it is."""
         if self.scale is None:
             return self.data
         if self.is_mxfp4:
             return mxfp4.dequantized(self.data, self.scale, dtype)
         if self.is_int4:
-            return int4.dequantized(self.data, self.scale, self.zero, dtype)
+            numbers = int4.dequantized(self.data, self.scale, self.zero, dtype)
+            return torch.empty_like(numbers).index_copy_(-1, self.channels, numbers)
         groups = widened(self.data).unflatten(-1, (self.scale.shape[-1], -1))
         return groups.mul_(self.scale.unsqueeze(-1)).flatten(-2).to(dtype)
 
@@ -225,10 +236,10 @@ def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None,
         x = rms_norm(x, norm_weight, eps)
     if weight.order is not None:
         x = x.index_select(1, weight.order)
-    if weight.packed is None:
-        y = F.linear(x, weight.dequantize(x.dtype), bias)
-    elif weight.is_int4:
+    if weight.is_int4:
         y = int4.linear(x, weight, bias)
+    elif weight.packed is None:
+        y = F.linear(x, weight.dequantize(x.dtype), bias)
     else:
         y = torch.ops.mkldnn._linear_pointwise(x, weight.packed, bias, "none", [], "")
     if act_mul is not None:

@@ -1,9 +1,12 @@
-"""Triton: 4-bit integers in 16 bits, by bits: of a tile of a weight, and in a dot product of vectors.
+"""Triton: 4-bit integers as numbers, by bits: of a tile of a weight, and in a dot product of vectors.
 
-A code becomes a number by bits: 0x4300 | code is 128 + code in bf16, 0x6400 | code is 1024 + code in fp16, both exact;
-so is the difference to 128 or 1024 and the zero. On NVIDIA GPUs in PTX, two numbers at once: channels i and i + 4 of a
-word (../int4.py). In dot products sums of eight are in fp16, with a power of two for each vector of 32 channels of the
-token, as in gemv.py; a vector has one scale, so groups have a multiple of 32 channels.
+Owns the assembly of both, and the channels of a word (../int4.py has their order). In a tile a code becomes a number of
+16 bits: 0x4300 | code is 128 + code in bf16, 0x6400 | code is 1024 + code in fp16, both exact; so is the difference to
+128 or 1024 and the zero. In a dot product a code is a subnormal fp16 as it is: code * 2^-24, or 16 times that where it
+lies 4 bits higher. Two codes at once, of neighbouring channels.
+
+Sums of eight products are in fp16, with a power of two for each vector of 32 channels of the token, as in gemv.py; the
+zero times the sum of the token's channels is subtracted in fp32. A vector has one scale and one zero.
 
 N output features; V vectors, W words of a tile.
 """
@@ -12,35 +15,34 @@ import triton
 import triton.language as tl
 
 from ..launch import has_inline_asm
-from .gemv import pack, split_four
+from .gemv import pack, split_four, unpack
 
-VECTOR = 32  # channels that a thread loads at once
-PAIRS = ((0, 0x000F000F), (0, 0x00F000F0), (8, 0x000F000F), (8, 0x00F000F0))  # of a word: shift, bits
+VECTOR = 32  # channels of the words that a thread loads at once
 
 
 def dot_asm():
-    """$0 = the dot product of 32 codes less zero, the words $1 to $4, with 32 fp16, the pairs $5 to $20.
-
-    $21 is 1024 + zero, twice in fp16, $22 is -64 - zero. Codes at bits 4 to 7 are 16 times as large.
-    """
-    lines = [".reg .b16 l, h;", ".reg .b32 r, s0, s1, sixteenth;", ".reg .f32 f, g;", "mov.b32 sixteenth, 0x2C002C00;"]
+    """$0 = the dot product of 32 codes, the words $1 to $4, times 2^-24, with 32 fp16, the pairs $5 to $20."""
+    lines = [".reg .b16 l, h;", ".reg .b32 r, w, s0, s1;", ".reg .f32 f, g;"]
     for word in range(4):
-        for i, (shift, bits) in enumerate(PAIRS):
-            lines += [f"shr.u32 r, ${word + 1}, {shift};", f"and.b32 r, r, {bits:#010x};", "or.b32 r, r, 0x64006400;"]
-            lines += ["sub.rn.f16x2 r, r, $21;" if i % 2 == 0 else "fma.rn.f16x2 r, r, sixteenth, $22;"]
-            sum_, x = f"s{i % 2}", f"${4 * word + i + 5}"
+        for i in range(4):
+            source, sum_, x = f"${word + 1}", f"s{i % 2}", f"${4 * word + i + 5}"
+            if i == 2:
+                lines.append(f"shr.u32 w, {source}, 8;")
+            lines.append(f"and.b32 r, {'w' if i >= 2 else source}, {0x000F000F << 4 * (i % 2):#010x};")
             is_first = word == 0 and i < 2
-            lines += [f"mul.rn.f16x2 {sum_}, r, {x};" if is_first else f"fma.rn.f16x2 {sum_}, r, {x}, {sum_};"]
-    lines += ["mov.b32 {l, h}, s0;", "cvt.f32.f16 f, l;", "cvt.f32.f16 g, h;", "add.f32 f, f, g;"]
-    lines += ["mov.b32 {l, h}, s1;", "cvt.f32.f16 g, l;", "add.f32 f, f, g;", "cvt.f32.f16 g, h;", "add.f32 $0, f, g;"]
+            lines.append(f"mul.rn.f16x2 {sum_}, r, {x};" if is_first else f"fma.rn.f16x2 {sum_}, r, {x}, {sum_};")
+    lines += ["mov.b32 {l, h}, s1;", "cvt.f32.f16 f, l;", "cvt.f32.f16 g, h;", "add.f32 f, f, g;"]
+    lines += ["mul.f32 f, f, 0f3D800000;", "mov.b32 {l, h}, s0;", "cvt.f32.f16 g, l;", "add.f32 f, f, g;"]
+    lines += ["cvt.f32.f16 g, h;", "add.f32 $0, f, g;"]  # 0f3D800000: 1 / 16
     return "{" + "\n".join(lines) + "}"
 
 
 def unpack_asm(offset, subtract):
-    """$0 to $3: the pairs of channels i and i + 4 of the word $4, plus $5: twice -zero less the offset."""
-    lines = [".reg .b32 r, one;", "mov.b32 one, 0x3F803F80;"]
+    """$0 to $3: the pairs of the word $4, plus $5: twice -zero less the offset."""
+    lines = [".reg .b32 r, s, one, offset;", "mov.b32 one, 0x3F803F80;", f"mov.b32 offset, {offset:#010x};"]
     for i in range(4):
-        lines += [f"shr.u32 r, $4, {4 * i};", "and.b32 r, r, 0x000F000F;", f"or.b32 r, r, {offset:#010x};"]
+        lines += [f"shr.u32 s, $4, {4 * i};"] * (i > 0)
+        lines += [f"lop3.b32 r, {'s' if i else '$4'}, 0x000F000F, offset, 0xEA;"]  # a & b | c, at once
         lines += [subtract.format(f"${i}")]
     return "{" + "\n".join(lines) + "}"
 
@@ -60,74 +62,112 @@ def load_zero(zero_ptr, offs, mask):
 
 
 @triton.jit
-def load_word(x_ptr, norm_weight_ptr, channel, mask, WORD: tl.constexpr):
-    """Load fp32 [V, 4] twice: channels 0 to 3 and 4 to 7 of a word, of vectors from channel [V, 1] on.
+def channel_of_word(place, WORD: tl.constexpr, TILE: tl.constexpr):
+    """The first channel of a word: of the one that is WORD behind that of a place, a multiple of 32."""
+    q = place % TILE // 8 + WORD
+    return place - place % TILE + q % (TILE // 32) * 32 + q // (TILE // 32) * 2
 
-    And sum up squares, [V], before the norm's weight.
-    """
-    offs = channel + 8 * WORD + tl.arange(0, 4)[None, :]
-    low = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    high = tl.load(x_ptr + offs + 4, mask=mask, other=0.0).to(tl.float32)
-    squares = tl.sum(low * low + high * high, axis=1)
+
+@triton.jit
+def load_two(ptr, channel, mask, USE_ASM: tl.constexpr):
+    """Load fp32 twice: a channel of even number and the next; with USE_ASM, where both lie in a word, at once."""
+    if USE_ASM and ptr.dtype.element_ty.primitive_bitwidth == 16:
+        pairs = tl.load(ptr.to(tl.pointer_type(tl.int32)) + channel // 2, mask=mask, other=0)
+        return unpack(pairs, ptr.dtype.element_ty == tl.bfloat16)
+    else:
+        low = tl.load(ptr + channel, mask=mask, other=0.0).to(tl.float32)
+        return low, tl.load(ptr + channel + 1, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_pair(x_ptr, norm_weight_ptr, channel, mask, USE_ASM: tl.constexpr):
+    """Load two channels of x. And sum up squares, before the norm's weight."""
+    low, high = load_two(x_ptr, channel, mask, USE_ASM)
+    squares = low * low + high * high
     if norm_weight_ptr is not None:
-        low *= tl.load(norm_weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-        high *= tl.load(norm_weight_ptr + offs + 4, mask=mask, other=0.0).to(tl.float32)
+        norm_low, norm_high = load_two(norm_weight_ptr, channel, mask, USE_ASM)
+        low, high = low * norm_low, high * norm_high
     return low, high, squares
 
 
 @triton.jit
-def dot_word(low, high, word, zero):
+def load_word(x_ptr, norm_weight_ptr, place, mask, WORD: tl.constexpr, TILE: tl.constexpr, USE_ASM: tl.constexpr):
+    """Load the 4 pairs of a word's channels, fp32 [V, 1] each; their sum, the sum of squares, and the largest."""
+    channel = channel_of_word(place, WORD, TILE)
+    a, b, squares = load_pair(x_ptr, norm_weight_ptr, channel, mask, USE_ASM)
+    c, d, more = load_pair(x_ptr, norm_weight_ptr, channel + 8, mask, USE_ASM)
+    squares += more
+    e, f, more = load_pair(x_ptr, norm_weight_ptr, channel + 16, mask, USE_ASM)
+    squares += more
+    g, h, more = load_pair(x_ptr, norm_weight_ptr, channel + 24, mask, USE_ASM)
+    largest = tl.maximum(
+        tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d))),
+        tl.maximum(tl.maximum(tl.abs(e), tl.abs(f)), tl.maximum(tl.abs(g), tl.abs(h))),
+    )
+    return (a, b, c, d, e, f, g, h), a + b + c + d + e + f + g + h, squares + more, largest
+
+
+@triton.jit
+def pack_word(x, shrink):
+    """The pairs of `load_word` as fp16."""
+    return (pack(x[0] * shrink, x[1] * shrink), pack(x[2] * shrink, x[3] * shrink),
+            pack(x[4] * shrink, x[5] * shrink), pack(x[6] * shrink, x[7] * shrink))  # fmt: skip
+
+
+@triton.jit
+def dot_word(x, word):
     """Dot products fp32 [V, N] of a word of each vector, in fp32."""
-    shift = tl.arange(0, 4)[None, None, :] * 4
-    lower = ((word[:, :, None] >> shift) & 15) - zero[:, :, None]
-    upper = ((word[:, :, None] >> (shift + 16)) & 15) - zero[:, :, None]
-    return tl.sum(low[:, None, :] * lower.to(tl.float32) + high[:, None, :] * upper.to(tl.float32), axis=2)
+    dot = tl.zeros(word.shape, tl.float32)
+    for i in tl.static_range(4):
+        dot += x[2 * i] * ((word >> 4 * i) & 15).to(tl.float32)
+        dot += x[2 * i + 1] * ((word >> 4 * i + 16) & 15).to(tl.float32)
+    return dot
 
 
 @triton.jit
-def largest_of(low, high):
-    return tl.max(tl.maximum(tl.abs(low), tl.abs(high)), axis=1)
+def load_x(x_ptr, norm_weight_ptr, place, mask, TILE: tl.constexpr, USE_ASM: tl.constexpr):
+    """Load vectors of 32 channels of x, as `dot_int4` takes them; and the sums of their squares, fp32 [V, 1].
 
-
-@triton.jit
-def dot_int4(x_ptr, norm_weight_ptr, channel, mask, words, zero, USE_ASM: tl.constexpr):
-    """Dot products fp32 [V, N] of vectors of 32 channels, and sums of squares of x, [V].
-
-    x is read from channel [V, 1] on where mask [V, 1]; words int32 [V, N, 4], zero i32 [V, N].
+    place [V, 1] of a vector's first code, in a row of x; mask [V, 1].
     """
-    a, a_high, squares_0 = load_word(x_ptr, norm_weight_ptr, channel, mask, 0)
-    b, b_high, squares_1 = load_word(x_ptr, norm_weight_ptr, channel, mask, 1)
-    c, c_high, squares_2 = load_word(x_ptr, norm_weight_ptr, channel, mask, 2)
-    d, d_high, squares_3 = load_word(x_ptr, norm_weight_ptr, channel, mask, 3)
-    squares = squares_0 + squares_1 + squares_2 + squares_3
+    a, sum_0, squares_0, largest_0 = load_word(x_ptr, norm_weight_ptr, place, mask, 0, TILE, USE_ASM)
+    b, sum_1, squares_1, largest_1 = load_word(x_ptr, norm_weight_ptr, place, mask, 1, TILE, USE_ASM)
+    c, sum_2, squares_2, largest_2 = load_word(x_ptr, norm_weight_ptr, place, mask, 2, TILE, USE_ASM)
+    d, sum_3, squares_3, largest_3 = load_word(x_ptr, norm_weight_ptr, place, mask, 3, TILE, USE_ASM)
+    grow = sum_0
+    if USE_ASM:
+        largest = tl.maximum(tl.maximum(largest_0, largest_1), tl.maximum(largest_2, largest_3))
+        # The largest becomes 2^14 to 2^15, so sums of 8 products with codes up to 15 * 2^-20 are below 4.
+        exponent = tl.maximum(largest.to(tl.int32, bitcast=True) & 0x7F800000, 17 << 23)
+        shrink = ((254 << 23) - exponent).to(tl.float32, bitcast=True) * 16384.0
+        grow = exponent.to(tl.float32, bitcast=True) * 1024.0
+        a, b, c, d = pack_word(a, shrink), pack_word(b, shrink), pack_word(c, shrink), pack_word(d, shrink)
+    return (a, b, c, d), grow, sum_0 + sum_1 + sum_2 + sum_3, squares_0 + squares_1 + squares_2 + squares_3
+
+
+@triton.jit
+def dot_int4(x, grow, sums, words, zero, USE_ASM: tl.constexpr):
+    """Multiply the vectors of `load_x` by words int32 [V, N, 4], less the zeros i32 [V, N]. Returns fp32 [V, N]."""
+    a, b, c, d = x
     w_0, w_1, w_2, w_3 = split_four(words)
     if USE_ASM:
-        largest = tl.maximum(
-            tl.maximum(largest_of(a, a_high), largest_of(b, b_high)),
-            tl.maximum(largest_of(c, c_high), largest_of(d, d_high)),
-        )
-        # The largest becomes 2^7 to 2^8, so sums of 8 products with numbers up to 16 are below 2^15.
-        exponent = tl.maximum(largest.to(tl.int32, bitcast=True) & 0x7F800000, 17 << 23)
-        shrink = ((254 << 23) - exponent).to(tl.float32, bitcast=True)[:, None] * 128.0
-        a_0, a_1, a_2, a_3 = split_four(pack(a * shrink, a_high * shrink)[:, None, :])
-        b_0, b_1, b_2, b_3 = split_four(pack(b * shrink, b_high * shrink)[:, None, :])
-        c_0, c_1, c_2, c_3 = split_four(pack(c * shrink, c_high * shrink)[:, None, :])
-        d_0, d_1, d_2, d_3 = split_four(pack(d * shrink, d_high * shrink)[:, None, :])
-        dot = tl.inline_asm_elementwise(
-            DOT_ASM, "=f" + ",r" * 22,
-            [w_0, w_1, w_2, w_3, a_0, a_1, a_2, a_3, b_0, b_1, b_2, b_3, c_0, c_1, c_2, c_3, d_0, d_1, d_2, d_3,
-             (zero + 0x6400) * 65537, (zero * 16 + 0xD400) * 65537],
+        dot = grow * tl.inline_asm_elementwise(
+            DOT_ASM, "=f" + ",r" * 20,
+            [w_0, w_1, w_2, w_3, a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3], c[0], c[1], c[2], c[3],
+             d[0], d[1], d[2], d[3]],
             dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
-        return dot * (exponent.to(tl.float32, bitcast=True)[:, None] / 128.0), squares
     else:
-        dot = dot_word(a, a_high, w_0, zero) + dot_word(b, b_high, w_1, zero)
-        return dot + dot_word(c, c_high, w_2, zero) + dot_word(d, d_high, w_3, zero), squares
+        dot = dot_word(a, w_0) + dot_word(b, w_1) + dot_word(c, w_2) + dot_word(d, w_3)
+    return dot - sums * zero.to(tl.float32)
 
 
 @triton.jit
 def unpack_tile(words, zero, DTYPE: tl.constexpr, USE_ASM: tl.constexpr):
-    """Numbers [N, 8 W] in DTYPE of words int32 [N, W], less the zeros i32 [N] of their rows. USE_ASM: in 16 bits."""
+    """Numbers [N, 8 W] in DTYPE of words int32 [N, W], less the zeros i32 [N] of their rows. USE_ASM: in 16 bits.
+
+    In the order of the words, pairs of channels one after the other.
+    """
     N: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
     if USE_ASM:
@@ -139,10 +179,10 @@ def unpack_tile(words, zero, DTYPE: tl.constexpr, USE_ASM: tl.constexpr):
         )  # fmt: skip
         pairs = tl.join(tl.join(p_0, p_2), tl.join(p_1, p_3))  # [N, W, 2, 2]
         low, high = pairs.to(tl.int16), (pairs >> 16).to(tl.int16)
-        both = tl.join(low.to(DTYPE, bitcast=True), high.to(DTYPE, bitcast=True))
-        return both.permute((0, 1, 4, 2, 3)).reshape((N, 8 * W))
+        return tl.join(low.to(DTYPE, bitcast=True), high.to(DTYPE, bitcast=True)).reshape((N, 8 * W))
     else:
-        codes = (words[:, :, None] >> (tl.arange(0, 8) * 4)[None, None, :]) & 15
+        n = tl.arange(0, 8)
+        codes = (words[:, :, None] >> (n // 2 * 4 + n % 2 * 16)[None, None, :]) & 15
         return (codes - zero[:, None, None]).to(DTYPE).reshape((N, 8 * W))
 
 

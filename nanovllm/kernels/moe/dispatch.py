@@ -16,12 +16,12 @@ The references do not quantize rows. Where Triton converts no e4m3, or scales ar
 import torch
 import torch.nn.functional as F
 
+from ..int4 import MIN_TILE
 from ..launch import has_large_shared_memory, is_sm90
 from ..linear.dequantize import dequantized, has_e4m3
 from ..linear.dispatch import fused_linear
 from ..linear.norm import SplitKPartials, quantize_tokens, rms_norm
 from ..linear.reference import Tokens, Weight
-from ..linear.unpack_int4 import VECTOR, group_of
 from .gemv import down_rows, gate_up_rows
 from .grouped_gemm import grouped_config, grouped_gemm, scale_group, sum_rows
 from .route import group_rows, route, router_partials
@@ -103,7 +103,7 @@ def usable(weight, dtype):
     if not weight.is_int4 and scale_group(weight) % 16 == 0 and has_e4m3(weight.data.device):
         return weight
     if weight.is_int4:
-        return weight if group_of(weight) % VECTOR == 0 else dequantized(weight, dtype)
+        return weight if weight.tile >= MIN_TILE else dequantized(weight, dtype)
     flat = Weight(weight.data.flatten(0, 1), weight.scale.flatten(0, 1))
     return Weight(dequantized(flat, dtype).data.view(weight.data.shape))
 

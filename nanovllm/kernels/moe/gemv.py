@@ -17,7 +17,7 @@ import triton.language as tl
 
 from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
 from ..linear.gemv import activate, dot_fp8, load_pairs, multiplies_in_fp16, unpack
-from ..linear.unpack_int4 import VECTOR, dot_int4, group_of, load_zero, uses_asm
+from ..linear.unpack_int4 import VECTOR, dot_int4, load_x, load_zero, uses_asm
 from .unpack import dot_mxfp4, dot_mxfp4_plain, e8m0
 
 
@@ -38,6 +38,7 @@ CONFIGS = {
     8: RowsConfig(1, 128, 4, 2, 256, 2),
     4: RowsConfig(4, 32, 1, 4, 128, 4),
 }
+INT4, INT4_OF_ONE_TOKEN = RowsConfig(4, 32, 1, 8, 64, 2), RowsConfig(4, 32, 1, 8, 256, 8)
 
 
 @triton.jit
@@ -103,7 +104,7 @@ def gate_up_rows_kernel(
     NUM_UNITS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,  # of channels with a scale; 0: no scales
     MXFP4: tl.constexpr,
-    INT4: tl.constexpr,  # the weight is int32 [E, 2 I, C / 8]
+    INT4: tl.constexpr,  # the channels of a tile, or 0; the weight is int32 [E, 2 I, C / 8]
     USE_ASM: tl.constexpr,  # of INT4
     BLOCK_I: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -113,9 +114,9 @@ def gate_up_rows_kernel(
 ):
     """One program: BLOCK_I units of one row, all channels."""
     pdl_launch_dependents(USE_PDL)
-    IS_PAIRS: tl.constexpr = weight_ptr.dtype.element_ty == tl.int32 and not INT4
-    PACK: tl.constexpr = 8 if INT4 else (8 if IS_PAIRS else 2) if MXFP4 else 4 if IS_PAIRS else 1
-    VECTOR: tl.constexpr = 32 if MXFP4 or INT4 else 16 if IS_PAIRS else 8
+    IS_PAIRS: tl.constexpr = weight_ptr.dtype.element_ty == tl.int32 and INT4 == 0
+    PACK: tl.constexpr = 8 if INT4 > 0 else (8 if IS_PAIRS else 2) if MXFP4 else 4 if IS_PAIRS else 1
+    VECTOR: tl.constexpr = 32 if MXFP4 or INT4 > 0 else 16 if IS_PAIRS else 8
     IS_BF16: tl.constexpr = h_ptr.dtype.element_ty == tl.bfloat16
     row = tl.program_id(1)
     local = tl.arange(0, 2 * BLOCK_I)
@@ -139,7 +140,7 @@ def gate_up_rows_kernel(
         zero_ptr += expert * (2 * NUM_UNITS * NUM_GROUPS)
     if shared_ptr is not None:
         weight_ptr = tl.where(expert == NUM_EXPERTS, shared_ptr, weight_ptr)
-    weight_ptrs = weight_ptr + offs
+    weight_ptrs = tl.max_contiguous(weight_ptr + offs, [2, 1, VECTOR // PACK])  # see linear/gemv.py
     acc = tl.zeros((BLOCK_C // VECTOR, 2 * BLOCK_I), tl.float32)
     squares = tl.zeros((BLOCK_C // VECTOR,), tl.float32)
     for first in tl.static_range(0, NUM_CHANNELS, BLOCK_C):
@@ -152,10 +153,11 @@ def gate_up_rows_kernel(
             )  # fmt: skip
         # Returns at once. ptxas moves no load across it: all those of the weight are in flight before one is used.
         pdl_wait(USE_PDL)
-        if INT4:
+        if INT4 > 0:
             groups = feature[None, :] * NUM_GROUPS + (first + channel) // (NUM_CHANNELS // NUM_GROUPS)
             zero = load_zero(zero_ptr, groups, exists[None, :] & inside)
-            dot, _ = dot_int4(x_ptr, None, first + channel, inside, weight, zero, USE_ASM)
+            vectors, grow, sums, _ = load_x(x_ptr, None, first + channel, inside, INT4, USE_ASM)
+            dot = dot_int4(vectors, grow, sums, weight, zero, USE_ASM)
         elif MXFP4 and IS_PAIRS:
             dot = dot_mxfp4(x_ptr, first + channel, inside, weight, IS_BF16)
         elif MXFP4:
@@ -199,7 +201,7 @@ def down_rows_kernel(
     NUM_UNITS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,  # of units with a scale; 0: no scales
     MXFP4: tl.constexpr,
-    INT4: tl.constexpr,  # the weight is int32 [E, C, I / 8]
+    INT4: tl.constexpr,  # the units of a tile, or 0; the weight is int32 [E, C, I / 8]
     USE_ASM: tl.constexpr,  # of INT4
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -209,9 +211,9 @@ def down_rows_kernel(
     """One program: BLOCK_N channels of one token. Its experts' units lie end to end, BLOCK_V vectors of them a step, so
     that the loads of all experts are in flight together."""
     pdl_launch_dependents(USE_PDL)
-    IS_PAIRS: tl.constexpr = weight_ptr.dtype.element_ty == tl.int32 and not INT4
-    PACK: tl.constexpr = 8 if INT4 else (8 if IS_PAIRS else 2) if MXFP4 else 4 if IS_PAIRS else 1
-    VECTOR: tl.constexpr = 32 if MXFP4 or INT4 else 16 if IS_PAIRS else 8
+    IS_PAIRS: tl.constexpr = weight_ptr.dtype.element_ty == tl.int32 and INT4 == 0
+    PACK: tl.constexpr = 8 if INT4 > 0 else (8 if IS_PAIRS else 2) if MXFP4 else 4 if IS_PAIRS else 1
+    VECTOR: tl.constexpr = 32 if MXFP4 or INT4 > 0 else 16 if IS_PAIRS else 8
     VECTORS: tl.constexpr = (NUM_UNITS + VECTOR - 1) // VECTOR  # of an expert
     IS_BF16: tl.constexpr = y_ptr.dtype.element_ty == tl.bfloat16
     token = tl.program_id(1).to(tl.int64)
@@ -234,7 +236,8 @@ def down_rows_kernel(
         inside = (expert >= 0) & ((unit + lane if PACK == 1 else unit) < NUM_UNITS)
         # [BLOCK_V, BLOCK_N, VECTOR / PACK]
         offs = n[None, :, None] * (NUM_UNITS // PACK) + (unit // PACK + lane)[:, None, :]
-        weight = tl.load(expert_ptr[:, None, :] + offs, mask=inside[:, None, :] & exists[None, :, None], other=0.0)
+        weight_ptrs = tl.max_contiguous(expert_ptr[:, None, :] + offs, [2, 1, VECTOR // PACK])  # see linear/gemv.py
+        weight = tl.load(weight_ptrs, mask=inside[:, None, :] & exists[None, :, None], other=0.0)
         if NUM_GROUPS > 0:
             expert_scale_ptr = scale_ptr + expert * (NUM_CHANNELS * NUM_GROUPS)
             scale = load_scale(
@@ -243,10 +246,11 @@ def down_rows_kernel(
             )  # fmt: skip
         pdl_wait(USE_PDL)  # as above
         in_h = choice * NUM_UNITS + unit
-        if INT4:
+        if INT4 > 0:
             groups = (expert * NUM_CHANNELS + n[None, :]) * NUM_GROUPS + unit // (NUM_UNITS // NUM_GROUPS)
             zero = load_zero(zero_ptr, groups, inside & exists[None, :])
-            dot, _ = dot_int4(h_ptr, None, in_h, inside, weight, zero, USE_ASM)
+            vectors, grow, sums, _ = load_x(h_ptr, None, in_h, inside, INT4, USE_ASM)
+            dot = dot_int4(vectors, grow, sums, weight, zero, USE_ASM)
         elif MXFP4 and IS_PAIRS:
             dot = dot_mxfp4(h_ptr, in_h, inside, weight, IS_BF16)
         elif MXFP4:
@@ -273,14 +277,14 @@ def down_rows_kernel(
     tl.store(y_ptr + token * NUM_CHANNELS + n, total.to(y_ptr.dtype.element_ty), mask=exists)
 
 
-def operands(x, weight):
+def operands(x, weight, num_tokens):
     """Arguments of the kernels: x, data and scale of a Weight, number of groups, channels of a vector, the config."""
     data, scale = weight.data, weight.scale
     assert x.is_contiguous() and data.is_contiguous() and (scale is None or scale.is_contiguous())
     num_groups = 0 if scale is None else scale.shape[1 if weight.is_mxfp4 else 2]
     if weight.is_int4:
-        assert group_of(weight) % VECTOR == 0 and (weight.zero is None or weight.zero.is_contiguous())
-        return x, data, scale, num_groups, VECTOR, CONFIGS[4]
+        assert weight.tile >= VECTOR and (weight.zero is None or weight.zero.is_contiguous())
+        return x, data, scale, num_groups, VECTOR, INT4_OF_ONE_TOKEN if num_tokens == 1 else INT4
     config = CONFIGS[4 if weight.is_mxfp4 else 8 if data.element_size() == 1 else 16]
     vector = 32 if weight.is_mxfp4 else 8
     if multiplies_in_fp16(x, weight, None):
@@ -298,13 +302,13 @@ def gate_up_rows(x, norm_weight, eps, weight, ids, act, bias=None, limit=0.0, sh
     num_units, top_k = weight.data.shape[1] // 2, ids.shape[1]
     assert (weight.scale is None or norm_weight is None) and num_channels == weight.num_channels
     h = torch.empty((num_tokens * top_k, num_units), dtype=x.dtype, device=x.device)
-    x, data, scale, num_groups, vector, config = operands(x, weight)
+    x, data, scale, num_groups, vector, config = operands(x, weight, num_tokens)
     num_vectors = min(config.vectors, triton.next_power_of_2(triton.cdiv(num_channels, vector)))
     launch(
         gate_up_rows_kernel, (triton.cdiv(num_units, config.units), len(h)), x, norm_weight, data, scale,
         weight.zero, bias, shared, ids, h, eps,
         TOP_K=top_k, NUM_EXPERTS=len(data), NUM_CHANNELS=num_channels, NUM_UNITS=num_units, NUM_GROUPS=num_groups,
-        MXFP4=weight.is_mxfp4, INT4=weight.is_int4, USE_ASM=uses_asm(h), BLOCK_I=config.units,
+        MXFP4=weight.is_mxfp4, INT4=weight.tile if weight.is_int4 else 0, USE_ASM=uses_asm(h), BLOCK_I=config.units,
         BLOCK_C=num_vectors * vector,
         ACT=act, LIMIT=limit, num_warps=fitting_warps(config.warps, num_vectors), **launch_options(x.device),
     )  # fmt: skip
@@ -316,13 +320,14 @@ def down_rows(h, weight, ids, weights, residual, bias=None, shared=None):
     (num_tokens, top_k), num_channels, num_units = ids.shape, weight.data.shape[1], weight.num_channels
     assert residual is None or residual.is_contiguous()
     y = torch.empty((num_tokens, num_channels), dtype=h.dtype, device=h.device)
-    h, data, scale, num_groups, vector, config = operands(h, weight)
+    h, data, scale, num_groups, vector, config = operands(h, weight, num_tokens)
     num_vectors = min(config.down_vectors, triton.next_power_of_2(top_k * triton.cdiv(num_units, vector)))
     launch(
         down_rows_kernel, (triton.cdiv(num_channels, config.channels), num_tokens),
         h, data, scale, weight.zero, bias, shared, ids, weights, residual, y,
         TOP_K=top_k, NUM_CHANNELS=num_channels, NUM_UNITS=num_units, NUM_GROUPS=num_groups, MXFP4=weight.is_mxfp4,
-        INT4=weight.is_int4, USE_ASM=uses_asm(y), BLOCK_K=triton.next_power_of_2(top_k), BLOCK_N=config.channels,
+        INT4=weight.tile if weight.is_int4 else 0, USE_ASM=uses_asm(y), BLOCK_K=triton.next_power_of_2(top_k),
+        BLOCK_N=config.channels,
         BLOCK_V=num_vectors, num_warps=fitting_warps(config.down_warps, num_vectors), **launch_options(h.device),
     )  # fmt: skip
     return y

@@ -32,14 +32,14 @@ def load_weight(ptrs, step, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def load_tile(
-    ptrs, zero_ptr, features, step, k, K: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    INT4: tl.constexpr, DTYPE: tl.constexpr, USE_ASM: tl.constexpr,
+    ptrs, zero_ptr, rows, step, k, K: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    INT4: tl.constexpr, DTYPE: tl.constexpr, WARPS: tl.constexpr, USE_ASM: tl.constexpr,
 ):  # fmt: skip
-    """Load a weight's tile [BLOCK_N, BLOCK_K]; of 4-bit integers in DTYPE, the channels [BLOCK_K] from its words."""
+    """Load a weight's tile [BLOCK_N, BLOCK_K]; of 4-bit integers in DTYPE, from the words of rows [BLOCK_N]."""
     if INT4:
-        zero = load_zero(zero_ptr, features * (K // GROUP) + step // GROUP, features >= 0)
-        words = load_weight(ptrs, step // 8, tl.arange(0, BLOCK_K // 8), K // 8, BLOCK_K // 8)
-        return unpack_int4(words, zero, DTYPE, USE_ASM)
+        zero = load_zero(zero_ptr, rows * (K // GROUP) + step // GROUP, rows >= 0)
+        words = tl.load(ptrs + step // 8)
+        return in_order(unpack_int4(words, zero, DTYPE, USE_ASM), WARPS, BLOCK_K)
     else:
         return load_weight(ptrs, step, k, K, BLOCK_K)
 
@@ -106,7 +106,7 @@ def grouped_gemm_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    SWAP_AB: tl.constexpr,  # always of MXFP4
+    SWAP_AB: tl.constexpr,  # always of MXFP4 and of INT4
     WARPS: tl.constexpr,
     PRECISION: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -121,7 +121,10 @@ def grouped_gemm_kernel(
     features = expert * NUM_FEATURES + n % N
     PACK: tl.constexpr = 8 if INT4 else 1
     if not MXFP4:
-        weight_ptrs = weight_ptr + expert * (NUM_FEATURES * (K // PACK)) + (n % N).to(tl.int64)[:, None] * (K // PACK)
+        place = tl.program_id(0) // split_m * BLOCK_N + place_in_tile(tl.arange(0, BLOCK_N), WARPS) if INT4 else n
+        feature = place % N
+        rows = expert * NUM_FEATURES + feature
+        weight_ptrs = weight_ptr + expert * (NUM_FEATURES * (K // PACK)) + feature.to(tl.int64)[:, None] * (K // PACK)
         weight_ptrs += tl.arange(0, BLOCK_K // PACK)[None, :]
     else:
         word, group = tl.arange(0, BLOCK_K // 8), tl.arange(0, BLOCK_K // 32)
@@ -158,13 +161,13 @@ def grouped_gemm_kernel(
                     up_scale = load_scale(scale_ptr, features + N, step, K, GROUP)
                 x = tl.load(x_ptrs + step, mask=is_row[:, None] & (step + k < K)[None, :], other=0.0)
                 weight = load_tile(
-                    weight_ptrs, zero_ptr, features, step, k, K, BLOCK_K, GROUP, INT4, x.dtype, USE_ASM
+                    weight_ptrs, zero_ptr, rows, step, k, K, BLOCK_K, GROUP, INT4, x.dtype, WARPS, USE_ASM
                 )
                 acc = dot_tile(x, weight, scale, acc, GROUP, SWAP_AB, PRECISION)
                 if GATED:
                     weight = load_tile(
-                        weight_ptrs + N * (K // PACK), zero_ptr, features + N, step, k, K, BLOCK_K, GROUP, INT4,
-                        x.dtype, USE_ASM,
+                        weight_ptrs + N * (K // PACK), zero_ptr, rows + N, step, k, K, BLOCK_K, GROUP, INT4,
+                        x.dtype, WARPS, USE_ASM,
                     )
                     up = dot_tile(x, weight, up_scale, up, GROUP, SWAP_AB, PRECISION)
         if x_scale_ptr is not None:
@@ -234,13 +237,16 @@ def grouped_config(
     """By the mean number of rows of an expert; swept on an H200 at 128 experts of 768 units, 2,048 channels.
 
     `is_fp8`: tokens and weights are e4m3, by count of bytes in flight; a sweep on an H100 found no better. `is_mxfp4`:
-    the weights, swept on an H100 with gpt-oss-20b's; less memory as in launch.py. `is_int4`: the weights, not measured.
+    the weights, swept on an H100 with gpt-oss-20b's; less memory as in launch.py. `is_int4`: the weights, swept there
+    with Qwen3-30B-A3B's.
     """
     mean = num_rows / num_experts
     if is_int4:
+        if mean <= 8:
+            return GroupedConfig(16, 64, 128, 4, 4)
         if mean <= 32:
-            return GroupedConfig(16 if mean <= 8 else 32, 64, 128, 4, 4)
-        return GroupedConfig(64, 64 if gated else 128, 128, 8, 3)  # with 4 warps its sums spill
+            return GroupedConfig(32, 64, 128, 4, 3)
+        return GroupedConfig(64, 64 if gated else 128, 128, 4, 3)
     if is_mxfp4:
         if mean <= 8:
             return GroupedConfig(16, 128, 128, 4, 3 if gated else 4)
@@ -281,6 +287,7 @@ def grouped_gemm(config, x, weight, rows, counts, y, top_k, act=None, weights=No
     assert weight.scale is None or weight.scale.is_contiguous()
     # a step may reach beyond the channels, but not into another group
     block_k = min(config.block_k, group & -group) if 0 < group < num_channels else config.block_k
+    block_k = weight.tile if weight.is_int4 else block_k
     data, scale = weight.data, weight.scale
     if is_mxfp4:  # whole tiles of x, and with a gate of y
         assert config.block_k == 128 and (not gated or config.block_n % 128 == 0)
@@ -299,7 +306,8 @@ def grouped_gemm(config, x, weight, rows, counts, y, top_k, act=None, weights=No
         TOP_K=top_k, N=num_outputs, K=num_channels, X_CHANNELS=x.data.shape[1], Y_CHANNELS=y.shape[-1], GROUP=group,
         MXFP4=is_mxfp4, INT4=weight.is_int4, USE_ASM=(is_mxfp4 or weight.is_int4) and uses_asm(x.data), ACT=act,
         LIMIT=limit, GATED=gated, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=block_k,
-        SWAP_AB=is_mxfp4 or config.block_m < 64, PRECISION="ieee" if x.data.dtype == torch.float32 else "tf32",
+        SWAP_AB=is_mxfp4 or weight.is_int4 or config.block_m < 64,
+        PRECISION="ieee" if x.data.dtype == torch.float32 else "tf32",
         WARPS=config.num_warps, num_warps=config.num_warps, num_stages=num_stages, **launch_options(y.device),
     )  # fmt: skip
     return y

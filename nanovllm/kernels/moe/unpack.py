@@ -129,16 +129,16 @@ def column_of(channel):
 
 
 @triton.jit
-def in_order(tile, WARPS: tl.constexpr):
+def in_order(tile, WARPS: tl.constexpr, TILE: tl.constexpr = 128):
     """The tile [N, K] of a weight that wgmma takes from registers, from the one that was loaded and unpacked.
 
-    A thread loads 32 channels of a row at once, wgmma wants it to have pairs from all over the tile. It has them if
-    rows and channels are counted otherwise: no number moves, but x has its channels in another order (`reordered`), and
-    rows are loaded in one (`place_in_tile`).
+    A thread loads TILE / 4 channels of a row at once, wgmma wants it to have pairs from all over the tile. It has them
+    if rows and channels are counted otherwise: no number moves, but rows are loaded in another order (`place_in_tile`),
+    and so are channels: 4-bit integers are stored in it, with MXFP4 x has it (`reordered`).
     """
     N: tl.constexpr = tile.shape[0]
     K: tl.constexpr = tile.shape[1]
-    tile = tile.reshape((N // (16 * WARPS), 2, WARPS, 8, K // 128, 4, 8, 2, 2))
+    tile = tile.reshape((N // (16 * WARPS), 2, WARPS, 8, K // TILE, 4, TILE // 16, 2, 2))
     return tile.permute((0, 2, 1, 3, 4, 6, 7, 5, 8)).reshape((N, K))
 
 
