@@ -92,6 +92,18 @@ def activate(x, ACT: tl.constexpr):
 
 
 @triton.jit
+def add_bias_and_activate(y, bias_ptr, features, exists, ACT_MUL: tl.constexpr):
+    """y [N] of `output_features`, plus the bias, if there is one; with ACT_MUL act(gate) * up, [N / 2]."""
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + features, mask=exists, other=0.0).to(tl.float32)
+    if ACT_MUL is None:
+        return y
+    else:
+        gate, up = tl.split(tl.permute(tl.reshape(y, (2, y.shape[0] // 2)), (1, 0)))
+        return activate(gate, ACT_MUL) * up
+
+
+@triton.jit
 def load_group_scale(
     scale_ptr, features, exists, first_c,
     NUM_CHANNELS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCK_C: tl.constexpr, VECTOR: tl.constexpr,
@@ -281,11 +293,7 @@ def gemv_kernel(
         y *= scale
     if norm_weight_ptr is not None:
         y *= tl.rsqrt(tl.sum(squares) / NUM_CHANNELS + eps)
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + features, mask=exists, other=0.0).to(tl.float32)
-    if ACT_MUL is not None:
-        gate, up = tl.split(tl.permute(tl.reshape(y, (2, BLOCK_I)), (1, 0)))
-        y = activate(gate, ACT_MUL) * up
+    y = add_bias_and_activate(y, bias_ptr, features, exists, ACT_MUL)
     tl.store(y_ptr + offs_i, (y + residual).to(y_ptr.dtype.element_ty), mask=offs_i < num_outputs)
 
 

@@ -22,7 +22,7 @@ import triton.language as tl
 from ..int4 import CODES, MIN_TILE
 from ..launch import launch, launch_options, num_sms, pdl_launch_dependents, pdl_wait
 from ..moe.unpack import in_order, place_in_tile
-from .gemv import activate, output_features
+from .gemv import activate, add_bias_and_activate, output_features
 from .norm import SplitKPartials, rms_norm
 from .reference import Weight
 from .silu_and_mul import launch_by_rows
@@ -102,11 +102,7 @@ def int4_gemv_kernel(
         y = tl.sum(acc, axis=0)
         if norm_weight_ptr is not None:
             y *= tl.rsqrt(tl.sum(total_squares) / NUM_CHANNELS + eps)
-        if bias_ptr is not None:
-            y += tl.load(bias_ptr + features, mask=exists, other=0.0).to(tl.float32)
-        if ACT_MUL is not None:
-            gate, up = tl.split(tl.permute(tl.reshape(y, (2, BLOCK_I)), (1, 0)))
-            y = activate(gate, ACT_MUL) * up
+        y = add_bias_and_activate(y, bias_ptr, features, exists, ACT_MUL)
         offs_i = tile * BLOCK_I + tl.arange(0, BLOCK_I)
         if residual_ptr is not None:
             y += tl.load(residual_ptr + offs_i, mask=offs_i < num_outputs, other=0.0).to(tl.float32)
