@@ -74,7 +74,7 @@ GATE_UP = {  # of 6144 features and 1024 channels
 }
 RESIDUAL = {  # of 4096 features and 12288 channels; where x is multiplied in e4m3, the norm's kernel quantizes it
     "16 bits": {1: "gemv", 64: "decode_gemm", 65: "addmm", 4096: "addmm"},
-    "e4m3": {1: "gemv_in_fp16", 64: DECODE, 256: DECODE, 300: PREFILL},
+    "e4m3": {1: "gemv_in_fp16", 64: DECODE, 256: DECODE, 300: "rms_norm scaled_mm", 640: PREFILL},
     "e4m3 blocks": {1: "gemv_in_fp16", 64: DECODE, 256: DECODE, 300: PREFILL},
     "e4m3 cut blocks": {1: "gemv_in_fp16", 256: DECODE, 300: "dequantize addmm"},
 }

@@ -11,6 +11,9 @@ layers or shards; reference.py says what is computed.
                  epilogue saves a kernel
     otherwise    cuBLAS between separate kernels  torch._scaled_mm between them     dequantized, as 16 bits
 
+The prefill GEMM's large tiles leave more than half of the SMs idle at some 300 to 500 tokens of o and down: there
+torch._scaled_mm multiplies e4m3, and the next norm adds the residual.
+
 With e4m3 weights a single token is multiplied in its own 16 bits (W8A16). From two on, on Hopper, each token is
 quantized to e4m3 as well (W8A8), which the FP8 tensor cores multiply at twice the rate of 16 bits: the fastest there
 (docs/experiments.md). The references do not quantize tokens. Elsewhere the weight is dequantized at each call, which is
@@ -121,6 +124,8 @@ def multiply(x, weight, bias, residual=None, act_mul=None, allow_split_k=False):
     if adds_residual_only and weight.scale is None:
         return torch.addmm(residual, x.data, weight.data.t(), out=residual)  # beta = 1: the addition is free
     y = product(x, weight, bias)
+    if adds_residual_only and allow_split_k:
+        return SplitKPartials(residual, y[None])
     if act_mul:
         y = act_and_mul(y, act_mul)
     return y if residual is None else residual.add_(y)
@@ -134,10 +139,11 @@ def product(x, weight, bias):
         return prefill_gemm_sm90.prefill_gemm(x, weight, bias=bias)
     # torch before 2.10 writes nothing but bf16 here
     bias = None if bias is None else bias.to(torch.bfloat16)
-    return torch._scaled_mm(
-        x.data, weight.data.t(), scale_a=x.scale[:, None], scale_b=weight.scale.t(), bias=bias,
-        out_dtype=torch.bfloat16,
-    ).to(x.dtype)  # fmt: skip
+    data, scale = x.whole_tiles()  # else cuBLAS chooses slower tiles, by a third
+    y = torch._scaled_mm(
+        data, weight.data.t(), scale_a=scale[:, None], scale_b=weight.scale.t(), bias=bias, out_dtype=torch.bfloat16
+    )
+    return y[: len(x.data)].to(x.dtype)
 
 
 def supports_w8a8(x, weight, epilogue=None):
@@ -173,7 +179,8 @@ def takes_prefill_gemm(x, weight, epilogue):
         return False
     is_enough = len(x.data) >= min_tokens[epilogue]
     if weight.scale is not None:
-        return is_enough
+        has_library = epilogue == "plain" and weight.scale.shape[1] == 1
+        return is_enough and not (has_library and prefill_gemm_sm90.fills_less_than_half(x, weight))
     if epilogue == "act_mul":
         return is_enough or prefill_gemm_sm90.fills_one_wave(x, weight)
     # Start-up compiles the kernel at one size, which need not be one that fills the SMs.

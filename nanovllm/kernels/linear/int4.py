@@ -300,19 +300,19 @@ class Int4GemmConfig(NamedTuple):
     pairs: bool  # of tiles a step
 
 
-# Swept on an H100 over the layers of Qwen3-8B (docs/experiments.md, "Four bits"), GEMVs of several steps not again.
+# Swept on an H100 over the layers of Qwen3-8B and 32B (docs/experiments.md, "Four bits").
 
 
 def gemv_config(num_features, num_channels, sms):
-    num_vectors = num_channels // VECTOR
-    # the most of which a fifth at most is beyond the channels
-    block_v = next(v for v in (128, 64, 32) if v == 32 or triton.cdiv(num_vectors, v) * v * 4 <= num_vectors * 5)
-    if block_v >= num_vectors and num_features <= 32 * sms:  # few programs
-        return Int4GemvConfig(4, max(32, block_v // 2), max(1, block_v // 64), triton.cdiv(num_features, 4))
-    num_tiles, num_warps = triton.cdiv(num_features, 8), block_v // 32
-    # 12 warps of an SM, or up to 16 where each program then has one tile
-    num_programs = num_tiles if num_tiles * num_warps <= 16 * sms else 12 // num_warps * sms
-    return Int4GemvConfig(8, block_v, num_warps, num_programs)
+    num_vectors, num_tiles = num_channels // VECTOR, triton.cdiv(num_features, 8)
+    # vectors of a step of which a fifth at most is beyond the channels, the most first; each warp has 32
+    sizes = [v for v in (128, 64, 32) if v == 32 or triton.cdiv(num_vectors, v) * v * 4 <= num_vectors * 5]
+    for block_v in sizes:
+        if num_tiles * (block_v // 32) <= 16 * sms:  # all programs run at once
+            return Int4GemvConfig(8, block_v, block_v // 32, num_tiles)
+        if block_v >= num_vectors:  # x stays in registers: 12 warps of an SM
+            return Int4GemvConfig(8, block_v, block_v // 32, 12 * 32 // block_v * sms)
+    return Int4GemvConfig(16, 64, 2, 4 * sms)
 
 
 def gemm_config(num_tokens, num_features, num_steps, sms):

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ..fp8 import E4M3, E4M3_MAX
 from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
-from .reference import Tokens
+from .reference import TILE_TOKENS, Tokens
 
 LARGEST = tl.constexpr(E4M3_MAX)
 
@@ -79,7 +79,7 @@ def rms_norm_kernel(
 
 @triton.jit
 def add_rms_norm_kernel(
-    partials_ptr,  # [S, T, C] contiguous, fp32, written before
+    partials_ptr,  # [S, T, C] contiguous, written before
     residual_ptr,  # [T, C], tokens strided; the partials are added to it here
     weight_ptr,  # [C]
     y_ptr,  # [T, C] contiguous, written here
@@ -116,13 +116,13 @@ def add_rms_norm_kernel(
 
 @dataclass(frozen=True)
 class SplitKPartials:
-    """A residual, and the partial sums of a split-K GEMM that `rms_norm` adds to it in place.
+    """A residual, and the partial sums of a GEMM that `rms_norm` adds to it in place.
 
     `residual` is valid only after that norm: to index it, or as the residual of a later linear layer.
     """
 
     residual: torch.Tensor  # [T, C]
-    partials: torch.Tensor  # fp32 [S, T, C]
+    partials: torch.Tensor  # [S, T, C], fp32; a library's sum, S = 1, in the dtype of the residual
 
     def __len__(self):
         return len(self.residual)
@@ -143,8 +143,9 @@ def rms_norm(x, weight, eps, quantized=False):
     partials, x = (x.partials, x.residual) if isinstance(x, SplitKPartials) else (None, x)
     num_tokens, num_channels = x.shape
     assert x.stride(1) == 1 and (weight is None or weight.is_contiguous())
-    y = torch.empty((num_tokens, num_channels), dtype=E4M3 if quantized else x.dtype, device=x.device)
-    scale = torch.empty(num_tokens, dtype=torch.float32, device=x.device) if quantized else None
+    num_rows = triton.cdiv(num_tokens, TILE_TOKENS) * TILE_TOKENS if quantized else num_tokens
+    y = torch.empty((num_rows, num_channels), dtype=E4M3 if quantized else x.dtype, device=x.device)[:num_tokens]
+    scale = torch.empty(num_rows, dtype=torch.float32, device=x.device)[:num_tokens] if quantized else None
     block_c = triton.next_power_of_2(num_channels)
     options = dict(BLOCK_C=block_c, **launch_options(x.device))
     if partials is None:

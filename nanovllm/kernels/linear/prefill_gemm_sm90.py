@@ -489,6 +489,12 @@ def fills_one_wave(x, weight):
     return BLOCK_M.value < len(x.data) <= 2 * BLOCK_M.value and 0.9 <= num_tiles / num_sms(x.data.device) <= 1
 
 
+def fills_less_than_half(x, weight):
+    """Whether at most half of the SMs have a tile."""
+    num_tiles = triton.cdiv(len(x.data), BLOCK_M.value) * triton.cdiv(len(weight.data), BLOCK_N.value)
+    return 2 * num_tiles <= num_sms(x.data.device)
+
+
 def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None, residual=None):
     """act_and_mul(x W^T), [M, I], of Tokens and a Weight, with intermediate results in fp32, where `supports`.
 

@@ -95,12 +95,21 @@ def widened(data):
     return table.index_select(0, data.view(torch.uint8).flatten().int()).view(data.shape)
 
 
+TILE_TOKENS = 128  # of a library's tiles
+
+
 class Tokens(NamedTuple):
     """The input of a matrix product, x = data * scale[:, None]."""
 
     data: torch.Tensor  # [T, C]; with a scale e4m3
     dtype: torch.dtype  # of the product, and of x without a scale
     scale: torch.Tensor | None = None  # fp32 [T]
+
+    def whole_tiles(self):
+        """Data and scale up to a multiple of TILE_TOKENS, as `rms_norm` allocates them; further rows are undefined."""
+        num_rows = -(-len(self.data) // TILE_TOKENS) * TILE_TOKENS
+        data = self.data.as_strided((num_rows, self.data.shape[1]), self.data.stride())
+        return data, self.scale.as_strided((num_rows,), (1,))
 
 
 class QKVEpilogue(NamedTuple):
