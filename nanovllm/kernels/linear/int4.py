@@ -305,13 +305,15 @@ class Int4GemmConfig(NamedTuple):
 
 def gemv_config(num_features, num_channels, sms):
     num_vectors, num_tiles = num_channels // VECTOR, triton.cdiv(num_features, 8)
-    # vectors of a step of which a fifth at most is beyond the channels, the most first; each warp has 32
-    sizes = [v for v in (128, 64, 32) if v == 32 or triton.cdiv(num_vectors, v) * v * 4 <= num_vectors * 5]
-    for block_v in sizes:
-        if num_tiles * (block_v // 32) <= 16 * sms:  # all programs run at once
+    if num_vectors <= 128:  # one step, so x stays in registers
+        block_v = max(32, triton.next_power_of_2(num_vectors))
+        num_warps = block_v // 32
+        is_one_wave = num_tiles * num_warps <= 16 * sms
+        return Int4GemvConfig(8, block_v, num_warps, num_tiles if is_one_wave else 12 // num_warps * sms)
+    for block_v in (128, 64, 32):
+        idle = triton.cdiv(num_vectors, block_v) * block_v - num_vectors
+        if idle <= 0.3 * num_vectors and num_tiles * (block_v // 32) <= 16 * sms:  # all programs run at once
             return Int4GemvConfig(8, block_v, block_v // 32, num_tiles)
-        if block_v >= num_vectors:  # x stays in registers: 12 warps of an SM
-            return Int4GemvConfig(8, block_v, block_v // 32, 12 * 32 // block_v * sms)
     return Int4GemvConfig(16, 64, 2, 4 * sms)
 
 
