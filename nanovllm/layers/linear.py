@@ -50,18 +50,20 @@ class ReplicatedLinear(nn.Module):
         return Weight(self.weight, self.weight_scale, self.block_n, self.packed, *self.of_integers)
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None, act: str | None = None,
-                residual: torch.Tensor | None = None) -> torch.Tensor:
+                residual: torch.Tensor | None = None, reader: "ReplicatedLinear | None" = None) -> torch.Tensor:
         """x [T, input_size] -> residual + act(norm(x) W^T + b), [T, output_size].
 
         With ``act``, "silu" or "gelu_tanh", W has gate and up, and act(gate) * up is half as wide.
         With ``residual``, which rank 0 adds, the result may be unreduced ``SplitKPartials``. Only an RMSNorm, which
-        reduces them, may read it; after that it serves as the next ``residual``.
+        reduces them, may read it; after that it serves as the next ``residual``. With ``reader``, the layer that alone
+        reads the result, it may be quantized.
         """
         residual = residual if self.tp.rank == 0 else None
         norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         is_alone = self.tp.size == 1  # an all-reduce needs the reduced sum
         weight = self.as_weight()
-        return self.ops.fused_linear(x, weight, self.bias, norm_weight, eps, residual, act, allow_split_k=is_alone)
+        to_read = None if reader is None else reader.as_weight()
+        return self.ops.fused_linear(x, weight, self.bias, norm_weight, eps, residual, act, is_alone, to_read)
 
 
 class ColumnParallelLinear(ReplicatedLinear):

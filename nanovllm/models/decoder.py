@@ -111,7 +111,7 @@ class MLP(nn.Module):
 
     def forward(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
         """residual [T, C] -> this rank's partial sum of [residual +] mlp(norm(residual)), [T, C]."""
-        gated = self.gate_up_proj(residual, norm=norm, act=self.act)
+        gated = self.gate_up_proj(residual, norm=norm, act=self.act, reader=self.down_proj)
         return self.down_proj(gated, residual=residual if self.adds_residual else None)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from nanovllm.kernels.fp8 import E4M3
 from nanovllm.kernels.linear import dispatch
-from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
+from nanovllm.kernels.linear.reference import QKVEpilogue, Tokens, Weight
 
 pytestmark = pytest.mark.skipif(dispatch.decode_gemm_sm90 is None, reason="no Gluon kernels with this Triton")
 
@@ -109,6 +109,32 @@ def test_kernels_on_hopper(run, table, launched):
     for precision, by_tokens in table.items():
         for num_tokens, want in by_tokens.items():
             assert launched.by(lambda n=num_tokens, p=precision: run(n, p)) == want, (precision, num_tokens)
+
+
+@pytest.mark.parametrize(
+    "num_tokens, gate_up, down, is_quantized",
+    [
+        (640, "e4m3", "e4m3", True),
+        (300, "e4m3 blocks", "e4m3 blocks", True),
+        (300, "e4m3", "e4m3", False),  # down is the library's
+        (640, "e4m3", "16 bits", False),
+        (640, "e4m3", "e4m3 cut blocks", False),
+        (2048, "16 bits", "e4m3", False),
+        (200, "e4m3", "e4m3", False),
+    ],
+)
+def test_gate_and_up_are_quantized_for_down(num_tokens, gate_up, down, is_quantized, launched):
+    """Else a kernel of its own quantizes them, or nothing does."""
+    down = make_weight(4096, 3072, down)
+    norm_weight, gate_up = empty(1024), make_weight(6144, 1024, gate_up)
+    x = dispatch.fused_linear(empty(num_tokens, 1024), gate_up, None, norm_weight, act_mul="silu", reader=down)
+    assert isinstance(x, Tokens) == is_quantized
+    if is_quantized:
+        assert x.data.dtype == E4M3 and x.scale.shape == (24, num_tokens)
+        assert launched.by(lambda: dispatch.fused_linear(x, down, residual=empty(num_tokens, 4096))) == "prefill_gemm"
+        # a residual that TMA cannot store
+        strided = empty(num_tokens, 4100)[:, 2:-2]
+        assert launched.by(lambda: dispatch.fused_linear(x, down, residual=strided)) == "prefill_gemm"
 
 
 def test_kernels_on_other_devices(launched):

@@ -254,6 +254,33 @@ def test_prefill_gemm(num_tokens, num_features, num_channels, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_groups, block_n", [(1, 1), (5, 128)])
+@pytest.mark.parametrize("num_tokens", [70, 1000])
+def test_prefill_gemm_of_a_scale_for_128_channels(num_tokens, num_groups, block_n, dtype):
+    """Gate and up leave Tokens, down reads them. Tokens and groups of channels differ by orders of magnitude."""
+    prefill_gemm_sm90 = sm90_module("prefill_gemm_sm90")
+    gate_up, down = make_weight(1280, 640, num_groups, block_n), make_weight(256, 640, num_groups, block_n)
+    gate_up.scale.mul_(torch.logspace(-1, 1, 10, device=DEVICE).repeat_interleave(128)[:, None])
+    x = randn(num_tokens, 640) * torch.logspace(-2, 1, num_tokens, device=DEVICE)[:, None]
+    x[3] = 0
+    x = reference.quantize_tokens(x.to(dtype))
+    expected = reference.fused_linear(values(x), gate_up, act_mul="silu")
+    y = prefill_gemm_sm90.prefill_gemm(x, gate_up, "silu", quantized=True)
+    assert (y.data.dtype, y.dtype, y.scale.shape) == (E4M3, dtype, (5, num_tokens))
+    groups = expected.unflatten(1, (5, 128))
+    largest = groups.abs().amax(2).clamp_(min=1e-12)
+    torch.testing.assert_close(y.scale.t(), largest / 448, rtol=1e-2, atol=0)
+    widened_y = y.data.float().unflatten(1, (5, 128)) * y.scale.t()[:, :, None]
+    assert ((widened_y - groups).abs() <= 0.07 * groups.abs() + 2e-3 * largest[:, :, None]).all()
+    residual, bias = randn(num_tokens, 256, dtype=dtype), randn(256, dtype=dtype)
+    expected = reference.fused_linear(widened_y.flatten(1), down, bias.float(), residual=residual.float())
+    actual = prefill_gemm_sm90.prefill_gemm(y, down, bias=bias, residual=residual)
+    error = (actual.float() - expected).abs()
+    assert (error <= 8e-3 * expected.abs().amax(1, keepdim=True)).all()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "dtype, size", [*((torch.bfloat16, size) for size in (1e-30, 1e-3, 1.0, 1e5, 1e30)), (torch.float16, 1.0)]
 )

@@ -12,7 +12,8 @@ layers or shards; reference.py says what is computed.
     otherwise    cuBLAS between separate kernels  torch._scaled_mm between them     dequantized, as 16 bits
 
 The prefill GEMM's large tiles leave more than half of the SMs idle at some 300 to 500 tokens of o and down: there
-torch._scaled_mm multiplies e4m3, and the next norm adds the residual.
+torch._scaled_mm multiplies e4m3, and the next norm adds the residual. Where down takes the prefill GEMM, gate and up
+leave its input in e4m3, with a scale for 128 channels of a token.
 
 With e4m3 weights a single token is multiplied in its own 16 bits (W8A16). From two on, on Hopper, each token is
 quantized to e4m3 as well (W8A8), which the FP8 tensor cores multiply at twice the rate of 16 bits: the fastest there
@@ -25,6 +26,7 @@ right, and slow. So it is for more than 256 tokens with scales of 128 channels t
 import torch
 import torch.nn.functional as F
 
+from ..fp8 import E4M3
 from ..launch import compile_only, is_sm90
 from . import int4
 from .dequantize import dequantized, has_e4m3
@@ -50,18 +52,23 @@ MIN_TOKENS_PREFILL = {
 MAX_IDLE_CHANNELS_QKV = 400
 
 
-def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None, act_mul=None, allow_split_k=False):
-    """See reference.fused_linear. May overwrite `residual`, or return SplitKPartials of it with `allow_split_k`."""
+def fused_linear(
+    x, weight, bias=None, norm_weight=None, eps=0.0, residual=None, act_mul=None, allow_split_k=False, reader=None
+):  # fmt: skip
+    """See reference.fused_linear. May overwrite `residual`, or return SplitKPartials of it with `allow_split_k`, or
+    Tokens in e4m3 for a `reader`."""
     if weight.is_int4:
         if int4.multiplies(len(x), weight):
             return int4.fused_linear(x, weight, bias, norm_weight, eps, residual, act_mul, allow_split_k)
         x, weight, norm_weight = in_16_bits(x, weight, norm_weight, eps)
     if isinstance(residual, SplitKPartials):
         residual = residual.residual
+    if isinstance(x, Tokens):
+        return multiply(x, weight, bias, residual, act_mul, allow_split_k, reader)
     if len(x) == 1:
         return multiply_token(x, weight, bias, norm_weight, eps, residual, act_mul)
     x, weight = prepare(x, weight, norm_weight, eps)
-    return multiply(x, weight, bias, residual, act_mul, allow_split_k)
+    return multiply(x, weight, bias, residual, act_mul, allow_split_k, reader)
 
 
 def qkv_linear(x, weight, bias, norm_weight, eps, epilogue):
@@ -109,7 +116,7 @@ def prepare(x, weight, norm_weight, eps, epilogue=None):
     return Tokens(x, x.dtype), weight
 
 
-def multiply(x, weight, bias, residual=None, act_mul=None, allow_split_k=False):
+def multiply(x, weight, bias, residual=None, act_mul=None, allow_split_k=False, reader=None):
     """fused_linear of two Tokens or more, or of none."""
     adds_residual_only = residual is not None and bias is None and act_mul is None
     config = decode_config(x, weight, allow_split_k and adds_residual_only)
@@ -120,7 +127,8 @@ def multiply(x, weight, bias, residual=None, act_mul=None, allow_split_k=False):
     else:
         is_fused = bias is residual is None and takes_prefill_gemm(x, weight, "act_mul")
     if is_fused:
-        return prefill_gemm_sm90.prefill_gemm(x, weight, act_mul, bias, residual=residual)
+        quantized = act_mul is not None and x.scale is not None and takes_groups(len(x.data), reader)
+        return prefill_gemm_sm90.prefill_gemm(x, weight, act_mul, bias, residual=residual, quantized=quantized)
     if adds_residual_only and weight.scale is None:
         return torch.addmm(residual, x.data, weight.data.t(), out=residual)  # beta = 1: the addition is free
     y = product(x, weight, bias)
@@ -135,7 +143,7 @@ def product(x, weight, bias):
     """x W^T + bias [T, N] by a library, or where it has none for the scales by the prefill GEMM."""
     if weight.scale is None:
         return F.linear(x.data, weight.data, bias)
-    if weight.scale.shape[1] > 1:
+    if weight.scale.shape[1] > 1 or x.scale.dim() > 1:
         return prefill_gemm_sm90.prefill_gemm(x, weight, bias=bias)
     # torch before 2.10 writes nothing but bf16 here
     bias = None if bias is None else bias.to(torch.bfloat16)
@@ -180,11 +188,22 @@ def takes_prefill_gemm(x, weight, epilogue):
     is_enough = len(x.data) >= min_tokens[epilogue]
     if weight.scale is not None:
         has_library = epilogue == "plain" and weight.scale.shape[1] == 1
-        return is_enough and not (has_library and prefill_gemm_sm90.fills_less_than_half(x, weight))
+        return is_enough and not (has_library and prefill_gemm_sm90.fills_less_than_half(len(x.data), weight))
     if epilogue == "act_mul":
         return is_enough or prefill_gemm_sm90.fills_one_wave(x, weight)
     # Start-up compiles the kernel at one size, which need not be one that fills the SMs.
     return is_enough and (compile_only.get() or prefill_gemm_sm90.idle_channels(x, weight) <= MAX_IDLE_CHANNELS_QKV)
+
+
+def takes_groups(num_tokens, weight):
+    """Whether so many tokens are multiplied by the prefill GEMM, for which they may have a scale for 128 channels."""
+    if weight is None or weight.data.dtype != E4M3 or num_tokens <= MAX_TOKENS_DECODE:
+        return False
+    num_features, num_channels = weight.data.shape
+    is_whole = num_features % 256 == num_channels % 128 == 0 and weight.has_whole_blocks()
+    has_library = weight.scale.shape[1] == 1
+    is_fast = not (has_library and prefill_gemm_sm90.fills_less_than_half(num_tokens, weight))
+    return is_whole and is_fast and weight.data.is_contiguous()
 
 
 def is_tma_aligned(y):

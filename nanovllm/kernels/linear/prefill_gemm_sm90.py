@@ -16,7 +16,8 @@ half of a tile's columns is gate and the other up; otherwise the halves are two 
 or two of 64 each, whose own halves [tokens, D / 2] the rotation pairs. So only a head's sum of squares crosses threads.
 The QKV epilogue rounds as reference.norm_rope_store does, but for the product itself, which stays in fp32.
 
-x and weight may be e4m3, with a scale per token, and per output feature or block of 128 x 128 of the weight. Hopper
+x and weight may be e4m3, with a scale per token, or per token and 128 channels, and per output feature or block of
+128 x 128 of the weight. What act_and_mul gives can be such an x: a program has 128 of its channels. Hopper
 sums e4m3 products in some 14 bits, so those of a stage, 128 channels, are summed by themselves and added to a sum in
 fp32: one half of the columns after the other, for registers; meanwhile the other consumer's MMA runs.
 
@@ -32,10 +33,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..fp8 import E4M3
+from ..fp8 import E4M3, E4M3_MAX
 from ..gluon_compat import hopper, mbarrier, thread_barrier, tma_load, tma_store, tma_store_wait
 from ..launch import is_sm90, launch, launch_options, num_sms
 from .gemv import sigmoid_argument
+from .reference import Tokens
 
 NUM_CONSUMERS = gl.constexpr(2)
 CONSUMER_WARPS = gl.constexpr(4)
@@ -47,6 +49,7 @@ STORE_N = gl.constexpr(64)  # columns of a TMA store
 UNIT = gl.constexpr(128)  # features of q, k or v that the QKV epilogue finishes at a time: a head of 128, or two of 64
 SWIZZLE = gl.constexpr(16)  # tiles along M before the next along N; 8 and 32 are as fast (docs/experiments.md)
 LOG2_E = gl.constexpr(1.4426950408889634)
+LARGEST = gl.constexpr(E4M3_MAX)
 
 
 @gluon.jit
@@ -118,14 +121,15 @@ def split_halves(x):
 
 @gluon.jit
 def scaled(total, scales, first_token, first_feature, num_tokens, bias_ptr, num_features,
-           NUM_GROUPS: gl.constexpr):  # fmt: skip
+           NUM_GROUPS: gl.constexpr, X_GROUPS: gl.constexpr):  # fmt: skip
     """Half a tile of sums of e4m3 products, times the scales of tokens and features, plus the bias."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [CONSUMER_WARPS, 1], [16, BLOCK_N // 2, 16])
     x_scale_ptr, weight_scale_ptr = scales
     total = gl.convert_layout(total, layout, assert_trivial=True)
     token = first_token + gl.arange(0, CONSUMER_M, layout=gl.SliceLayout(1, layout))
     feature = first_feature + gl.arange(0, BLOCK_N // 2, layout=gl.SliceLayout(0, layout))
-    total *= gl.load(x_scale_ptr + token, mask=token < num_tokens, other=0.0)[:, None]
+    if not X_GROUPS:
+        total *= gl.load(x_scale_ptr + token, mask=token < num_tokens, other=0.0)[:, None]
     if NUM_GROUPS == 1:
         total *= gl.load(weight_scale_ptr + feature, mask=feature < num_features, other=0.0)[None, :]
     if bias_ptr is not None:
@@ -269,6 +273,15 @@ def qkv_epilogue(
 
 
 @gluon.jit
+def quantize_tokens(x, scale_ptr, first_token, num_tokens):
+    """x [tokens, channels] divided by the scales of its tokens, which are stored; the largest magnitude becomes 448."""
+    token = first_token + gl.arange(0, CONSUMER_M, layout=gl.SliceLayout(1, x.type.layout))
+    amax = gl.maximum(gl.max(gl.abs(x), 1), 1e-12)
+    gl.store(scale_ptr + token, amax * (1.0 / LARGEST), mask=token < num_tokens)
+    return x * (LARGEST / amax)[:, None]
+
+
+@gluon.jit
 def product_alone(x, weight, registers):
     """x weight^T of a stage, in the registers of the product before."""
     pending = hopper.warpgroup_mma(x, weight.permute((1, 0)), registers, use_acc=False, is_async=True)
@@ -276,10 +289,20 @@ def product_alone(x, weight, registers):
 
 
 @gluon.jit
+def in_scale(product, x_scale, weight_scale):
+    """The product of a stage times the scales of its channels, if these have any."""
+    if weight_scale is not None:
+        product *= weight_scale
+    if x_scale is not None:
+        product *= x_scale[:, None]
+    return product
+
+
+@gluon.jit
 def consume(
-    pipeline, staging, y_desc, shape, scales, tile_stride, half_stride, residual, epilogue,
-    CONSUMER: gl.constexpr, NUM_GROUPS: gl.constexpr, ACT_MUL: gl.constexpr, HEAD_SIZE: gl.constexpr,
-    NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, STAGES: gl.constexpr,
+    pipeline, staging, y_desc, shape, scales, y_scale_ptr, tile_stride, half_stride, residual, epilogue,
+    CONSUMER: gl.constexpr, NUM_GROUPS: gl.constexpr, X_GROUPS: gl.constexpr, ACT_MUL: gl.constexpr,
+    HEAD_SIZE: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     x_smem, weight_smem, full, empty = pipeline
     num_tokens, num_tiles_n, num_steps = shape
@@ -307,19 +330,23 @@ def consume(
             if NUM_GROUPS > 1:
                 scale_ptr_1 = scales[1] + feature * NUM_GROUPS
                 scale_ptr_2 = scales[1] + gl.minimum(feature + half_stride, num_features - 1) * NUM_GROUPS
+            token = first_token + gl.arange(0, CONSUMER_M, layout=gl.SliceLayout(1, fp8_layout))
             for step in range(num_steps):
                 stage = n % STAGES
+                x_scale, scale_1, scale_2 = None, None, None
                 if NUM_GROUPS > 1:
                     scale_1, scale_2 = gl.load(scale_ptr_1 + step), gl.load(scale_ptr_2 + step)
+                if X_GROUPS:
+                    x_scale = gl.load(scales[0] + step * num_tokens + token, mask=token < num_tokens, other=0.0)
                 mbarrier.wait(full.index(stage), (n // STAGES) & 1)
                 x = x_smem.index(stage * NUM_CONSUMERS + CONSUMER)
                 weight = weight_smem.index(stage)
                 product = product_alone(x, weight.slice(0, HALF), product)
-                total_1 += product * scale_1 if NUM_GROUPS > 1 else product
+                total_1 += in_scale(product, x_scale, scale_1)
                 product = product_alone(x, weight.slice(HALF, HALF), product)
                 thread_barrier()
                 mbarrier.arrive(empty.index(stage))
-                total_2 += product * scale_2 if NUM_GROUPS > 1 else product
+                total_2 += in_scale(product, x_scale, scale_2)
                 n += 1
         else:
             acc = gl.zeros([CONSUMER_M, BLOCK_N], gl.float32, layout=acc_layout)
@@ -346,9 +373,13 @@ def consume(
         # The branch also keeps ptxas from moving the epilogue's arithmetic before the arrival.
         if first_token < num_tokens:
             if IS_FP8:
-                left = scaled(total_1, scales, first_token, feature, num_tokens, bias_ptr, num_features, NUM_GROUPS)
+                left = scaled(
+                    total_1, scales, first_token, feature, num_tokens, bias_ptr, num_features, NUM_GROUPS, X_GROUPS
+                )
                 feature += half_stride
-                right = scaled(total_2, scales, first_token, feature, num_tokens, bias_ptr, num_features, NUM_GROUPS)
+                right = scaled(
+                    total_2, scales, first_token, feature, num_tokens, bias_ptr, num_features, NUM_GROUPS, X_GROUPS
+                )
                 if HEAD_SIZE > 0:
                     cos, sin = load_cos_sin(cos_sin_ptr, position, HEAD_SIZE)
             else:
@@ -365,7 +396,10 @@ def consume(
                 plain_epilogue(right, residual, where, column + BLOCK_N // 2, CONSUMER)
             else:
                 z = sigmoid_argument(left, ACT_MUL)
-                y_1, y_2 = split_halves(left * fast_reciprocal(1.0 + gl.exp2(z * -LOG2_E)) * right)
+                y = left * fast_reciprocal(1.0 + gl.exp2(z * -LOG2_E)) * right
+                if y_scale_ptr is not None:
+                    y = quantize_tokens(y, y_scale_ptr + tile_n * num_tokens, first_token, num_tokens)
+                y_1, y_2 = split_halves(y)
                 stage_output(staging, y_1, y_2, CONSUMER)
                 store_output(y_desc, staging, first_token, tile_n * (BLOCK_N // 2), CONSUMER)
     tma_store_wait(0)
@@ -381,8 +415,9 @@ def prefill_gemm_kernel(
     num_steps,
     tile_stride,  # output features from one tile to the next
     half_stride,  # and from the first half of a tile to the second
-    x_scale_ptr,  # fp32 [M], only with e4m3
+    x_scale_ptr,  # fp32 [M], with X_GROUPS [C / 128, M]; only with e4m3
     weight_scale_ptr,  # fp32 [N, NUM_GROUPS], only with e4m3
+    y_scale_ptr,  # fp32 [I / 128, M], None unless y is e4m3, with ACT_MUL; written here
     residual_ptr,  # [M, I], only with e4m3, or None
     residual_stride,
     bias_ptr,  # [N], only with HEAD_SIZE or e4m3, or None
@@ -394,6 +429,7 @@ def prefill_gemm_kernel(
     k_cache_ptr, v_cache_ptr,  # [slots, K, D], written here
     kv_scale_ptr,  # fp32 [2, K], None unless the cache is FP8
     NUM_GROUPS: gl.constexpr,  # of channels with a scale: 1 per feature, or one a stage, per 128 features
+    X_GROUPS: gl.constexpr,  # whether x has a scale a stage, per token
     ACT_MUL: gl.constexpr,  # "silu" or "gelu_tanh", without HEAD_SIZE
     HEAD_SIZE: gl.constexpr,  # 0: act_and_mul, or with e4m3 neither
     NUM_HEADS: gl.constexpr,
@@ -406,7 +442,8 @@ def prefill_gemm_kernel(
     dtype: gl.constexpr = x_desc.dtype
     BLOCK_C: gl.constexpr = LINE_BYTES * 8 // dtype.primitive_bitwidth
     smem_layout: gl.constexpr = gl.NVMMASharedLayout(LINE_BYTES, dtype.primitive_bitwidth, 2)
-    y_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    Y_BITS: gl.constexpr = y_desc.dtype.primitive_bitwidth
+    y_layout: gl.constexpr = gl.NVMMASharedLayout(STORE_N * Y_BITS // 8, Y_BITS, 2)
     x_smem = gl.allocate_shared_memory(dtype, [STAGES * NUM_CONSUMERS, CONSUMER_M, BLOCK_C], smem_layout)
     weight_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_C], smem_layout)
     staging = gl.allocate_shared_memory(y_desc.dtype, [2 * NUM_CONSUMERS, CONSUMER_M, STORE_N], y_layout)
@@ -432,12 +469,12 @@ def prefill_gemm_kernel(
     gl.warp_specialize(
         [
             (consume, (
-                pipeline, staging, y_desc, shape, scales, tile_stride, half_stride, residual, epilogue,
-                ZERO, NUM_GROUPS, ACT_MUL, HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, STAGES,
+                pipeline, staging, y_desc, shape, scales, y_scale_ptr, tile_stride, half_stride, residual, epilogue,
+                ZERO, NUM_GROUPS, X_GROUPS, ACT_MUL, HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, STAGES,
             )),
             (consume, (
-                pipeline, staging, y_desc, shape, scales, tile_stride, half_stride, residual, epilogue,
-                ONE, NUM_GROUPS, ACT_MUL, HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, STAGES,
+                pipeline, staging, y_desc, shape, scales, y_scale_ptr, tile_stride, half_stride, residual, epilogue,
+                ONE, NUM_GROUPS, X_GROUPS, ACT_MUL, HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, STAGES,
             )),
             (produce, (pipeline, x_desc, weight_desc, shape, tile_stride, half_stride, STAGES)),
         ],
@@ -489,18 +526,19 @@ def fills_one_wave(x, weight):
     return BLOCK_M.value < len(x.data) <= 2 * BLOCK_M.value and 0.9 <= num_tiles / num_sms(x.data.device) <= 1
 
 
-def fills_less_than_half(x, weight):
+def fills_less_than_half(num_tokens, weight):
     """Whether at most half of the SMs have a tile."""
-    num_tiles = triton.cdiv(len(x.data), BLOCK_M.value) * triton.cdiv(len(weight.data), BLOCK_N.value)
-    return 2 * num_tiles <= num_sms(x.data.device)
+    num_tiles = triton.cdiv(num_tokens, BLOCK_M.value) * triton.cdiv(len(weight.data), BLOCK_N.value)
+    return 2 * num_tiles <= num_sms(weight.data.device)
 
 
-def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None, residual=None):
+def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None, residual=None, quantized=False):
     """act_and_mul(x W^T), [M, I], of Tokens and a Weight, with intermediate results in fp32, where `supports`.
 
     With a QKVEpilogue: reference.norm_rope_store of the product [+ bias], unrounded; q [M, H, D].
 
-    In e4m3, without act_mul and epilogue: the product [+ bias] [+ residual], which it overwrites.
+    In e4m3, without act_mul and epilogue: the product [+ bias] [+ residual], which it overwrites; x may have scales
+    fp32 [C / 128, M]. ``quantized``, with act_mul: Tokens with such scales, in e4m3.
     """
     (x, dtype, x_scale), (weight, weight_scale, *_) = x, weight
     (num_tokens, num_channels), num_features = x.shape, len(weight)
@@ -513,23 +551,28 @@ def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None, residual=Non
     half_n, num_tiles_n = BLOCK_N.value // 2, triton.cdiv(num_features, BLOCK_N.value)
     num_outputs = num_heads * head_size if epilogue else num_features // 2 if act_mul else num_features
     block_c = LINE_BYTES.value // x.element_size()
-    y = residual
+    y, y_scale = residual, None
     if residual is None:
-        y = torch.empty((num_tokens, num_outputs), dtype=dtype, device=x.device)
+        y = torch.empty((num_tokens, num_outputs), dtype=E4M3 if quantized else dtype, device=x.device)
+    if quantized:
+        y_scale = torch.empty((num_outputs // half_n, num_tokens), dtype=torch.float32, device=x.device)
     launch(
         prefill_gemm_kernel, (min(num_sms(x.device), triton.cdiv(num_tokens, BLOCK_M.value) * num_tiles_n),),
         _descriptor(x, CONSUMER_M.value, block_c), _descriptor(weight, half_n, block_c),
         _descriptor(y, CONSUMER_M.value, STORE_N.value), num_tokens, num_tiles_n, num_channels // block_c,
         half_n if act_mul else BLOCK_N.value, num_features // 2 if act_mul else half_n,
-        x_scale, weight_scale, residual, None if residual is None else residual.stride(0), bias, *epilogue_args,
-        kv_scale,
-        NUM_GROUPS=0 if weight_scale is None else weight_scale.shape[1], ACT_MUL=act_mul,
+        x_scale, weight_scale, y_scale, residual, None if residual is None else residual.stride(0), bias,
+        *epilogue_args, kv_scale,
+        NUM_GROUPS=0 if weight_scale is None else weight_scale.shape[1],
+        X_GROUPS=x_scale is not None and x_scale.dim() == 2, ACT_MUL=act_mul,
         HEAD_SIZE=head_size, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
         STAGES=4, num_warps=4, **launch_options(x.device),
     )  # fmt: skip
+    if quantized:
+        return Tokens(y, dtype, y_scale)
     return y if epilogue is None else y.unflatten(1, (num_heads, head_size))
 
 
 def _descriptor(x, *block):
-    layout = gl.NVMMASharedLayout(128, 8 * x.element_size(), 2)
+    layout = gl.NVMMASharedLayout(block[1] * x.element_size(), 8 * x.element_size(), 2)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), layout)

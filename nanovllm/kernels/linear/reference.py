@@ -103,7 +103,7 @@ class Tokens(NamedTuple):
 
     data: torch.Tensor  # [T, C]; with a scale e4m3
     dtype: torch.dtype  # of the product, and of x without a scale
-    scale: torch.Tensor | None = None  # fp32 [T]
+    scale: torch.Tensor | None = None  # fp32 [T], or [C / 128, T]: for 128 channels each
 
     def whole_tiles(self):
         """Data and scale up to a multiple of TILE_TOKENS, as `rms_norm` allocates them; further rows are undefined."""
@@ -232,14 +232,17 @@ def quantize(x, scale):
     return to_e4m3(x.float() * scale.reciprocal()[:, None])
 
 
-def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None, act_mul=None, allow_split_k=False):
+def fused_linear(
+    x, weight, bias=None, norm_weight=None, eps=0.0, residual=None, act_mul=None, allow_split_k=False, reader=None
+):  # fmt: skip
     """[residual +] [act_and_mul] ([rms_norm] (x) @ W^T [+ bias]), x [T, C], W = data * scale of the Weight, [N, C].
 
     norm_weight [C]: RMSNorm of x. act_mul ("silu", "gelu_tanh"): W is [2I, C], gate features before up features; the
     result is [T, I].
 
     The kernels may keep intermediate results in fp32 and overwrite `residual`. With allow_split_k they may return
-    SplitKPartials, which rms_norm, fused_linear and qkv_linear accept (norm.py).
+    SplitKPartials, which rms_norm, fused_linear and qkv_linear accept (norm.py). reader: the Weight of a fused_linear
+    that alone reads the result, which then may be Tokens.
     """
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
