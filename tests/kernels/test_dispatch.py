@@ -145,7 +145,18 @@ def test_kernels_on_other_devices(launched):
     launched.device(has_inline_asm=False)
     assert launched.by(lambda: gate_up(1, "e4m3 blocks")) == "gemv"
     launched.device(has_e4m3=False)
-    assert launched.by(lambda: gate_up(1, "e4m3")) == "gemv"  # dequantized by torch
+    assert launched.by(lambda: gate_up(1, "e4m3")) == "rms_norm linear act_and_mul"  # dequantized by torch
+
+
+@pytest.mark.parametrize("group", [16, 128])
+@pytest.mark.parametrize("num_tokens", [1, 2, 64, 65, 200, 256, 1024])
+def test_none_requests_a_weight_before_it_is_dequantized(num_tokens, group, launched):
+    """As GEMV and decode GEMM do: they start while the kernel before writes. Captured prefills gave NaN."""
+    words = empty(4096, 2048 // 8, dtype=torch.int32)
+    weight = Weight(words, empty(4096, 2048 // group))
+    run = launched.by(lambda: dispatch.fused_linear(empty(num_tokens, 2048), weight, None, empty(2048), 1e-6))
+    assert ("int4_dequantize" in run) == (num_tokens > 64 or group == 16)
+    assert "int4_dequantize" not in run or not {"gemv", "decode_gemm"} & set(run.split()), run
 
 
 def test_kernels_by_shape_and_dtype(launched):

@@ -44,7 +44,7 @@ def dequantized(weight, dtype):
     if weight.is_int4:
         return int4.dequantized(weight, dtype)
     if not has_e4m3(weight.data.device):
-        return Weight(weight.dequantize(dtype))
+        return Weight(weight.dequantize(dtype), is_temporary=True)
     num_features, num_channels = weight.data.shape
     assert weight.data.is_contiguous() and weight.scale.is_contiguous()
     y = torch.empty((num_features, num_channels), dtype=dtype, device=weight.data.device)
@@ -54,4 +54,4 @@ def dequantized(weight, dtype):
         num_channels, weight.scale.shape[1], BLOCK_C=block_c, num_warps=max(1, min(8, block_c // 512)),
         **launch_options(weight.data.device),
     )  # fmt: skip
-    return Weight(y)
+    return Weight(y, is_temporary=True)

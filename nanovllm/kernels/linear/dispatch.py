@@ -20,7 +20,8 @@ quantized to e4m3 as well (W8A8), which the FP8 tensor cores multiply at twice t
 (docs/experiments.md). The references do not quantize tokens. Elsewhere the weight is dequantized at each call, which is
 right, and slow. So it is for more than 256 tokens with scales of 128 channels that are not those of whole blocks of
 128 x 128, as when a rank's shard cuts blocks. Weights of 4-bit integers have kernels of their own for up to 64 tokens
-(int4.py); for more, they are dequantized.
+(int4.py); for more, they are dequantized. What was dequantized goes to a library or to the prefill GEMM: GEMV and
+decode GEMM request a weight before the kernel that writes it has ended.
 """
 
 import torch
@@ -103,6 +104,8 @@ def multiply_token(x, weight, bias, norm_weight, eps, residual=None, act_mul=Non
         is_whole_groups = num_groups == 1 or num_channels % num_groups == num_channels // num_groups % 16 == 0
         if not (has_e4m3(weight.data.device) and is_whole_groups):
             weight = dequantized(weight, x.dtype)
+    if weight.is_temporary:
+        return multiply(*prepare(x, weight, norm_weight, eps), bias, residual, act_mul)
     return gemv(x, weight, bias, norm_weight, eps, residual, act_mul)
 
 
@@ -173,7 +176,7 @@ def supports_w8a8(x, weight, epilogue=None):
 
 def decode_config(x, weight, allow_split_k=False):
     """The tiling of a decode GEMM; None where the kernel does not run or another one is faster."""
-    if decode_gemm_sm90 is None or not 2 <= len(x.data) <= MAX_TOKENS_DECODE:
+    if decode_gemm_sm90 is None or weight.is_temporary or not 2 <= len(x.data) <= MAX_TOKENS_DECODE:
         return None
     return decode_gemm_sm90.decode_gemm_config(x, weight, allow_split_k)
 

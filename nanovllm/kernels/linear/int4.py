@@ -277,7 +277,7 @@ def dequantized(weight, dtype):
         num_warps=max(1, block_w // 128),
         **launch_options(y.device),
     )  # fmt: skip
-    return Weight(y)
+    return Weight(y, is_temporary=True)
 
 
 class Int4GemvConfig(NamedTuple):

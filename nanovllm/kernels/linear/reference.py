@@ -27,6 +27,7 @@ class Weight(NamedTuple):
     packed: Any = None  # of data without a scale, see `pack`; of 4-bit integers see ../int4.py
     zero: torch.Tensor | None = None  # int8 [N, G] of 4-bit integers; None: they are symmetric
     order: torch.Tensor | None = None  # i32 [C] of 4-bit integers: the channel of x for each of W; None: its own
+    is_temporary: bool = False  # written by a kernel just before: none with PDL may request it before its wait
 
     def expert(self, i):
         """The Weight of expert i, of data [E, N, C], scale and zero [E, N, G] of all experts."""
