@@ -138,7 +138,9 @@ def test_bench_of_transformers(capsys):
 
 def test_published_rows(capsys):
     """TensorRT-LLM's table: the requests of a row have equal lengths; 1,024 run at once, or as many as one asks for."""
-    rows = {f"published-{i}-{o}": (i, o) for i, o in ((128, 128), (128, 2048), (500, 2000), (1000, 1000), (2048, 2048))}
+    lengths = ((128, 128), (128, 2048), (500, 2000), (1000, 1000), (2048, 128), (2048, 2048), (128, 4096), (1000, 2000),
+               (5000, 500), (20000, 2000))  # fmt: skip
+    rows = {f"published-{i}-{o}": (i, o) for i, o in lengths}
     args = bench.parse_args(["--workload", "published", "single", "published-128-128"])
     assert (args.workload, args.max_num_seqs) == ([*rows, "single"], 1024)
     assert bench.parse_args(["--workload", "published", "--max-num-seqs", "9"]).max_num_seqs == 9
