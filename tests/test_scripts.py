@@ -154,7 +154,7 @@ def test_published_rows(capsys):
     bench.main(["--workload", "published-500-2000", "--scale", "64", "--device", "cpu"])
     (engine,) = report_of(capsys.readouterr().out)["engines"]
     (figures,) = engine["workloads"]
-    assert (figures["requests"], figures["prompt_tokens"], figures["output_tokens"]) == (18, 18 * 7, 18 * 31)
+    assert (figures["requests"], figures["prompt_tokens"], figures["output_tokens"]) == (46, 46 * 7, 46 * 31)
 
 
 @pytest.mark.parametrize("script", ["example.py", "bench.py", "benchmarks/host_overhead.py"])
