@@ -53,16 +53,14 @@ class ReplicatedLinear(nn.Module):
                 residual: torch.Tensor | None = None, reader: "ReplicatedLinear | None" = None) -> torch.Tensor:
         """x [T, input_size] -> residual + act(norm(x) W^T + b), [T, output_size].
 
-        With ``act``, "silu" or "gelu_tanh", W has gate and up, and act(gate) * up is half as wide.
-        With ``residual``, which rank 0 adds, the result may be unreduced ``SplitKPartials``. Only an RMSNorm, which
-        reduces them, may read it; after that it serves as the next ``residual``. With ``reader``, the layer that alone
-        reads the result, it may be quantized.
+        With ``act``, "silu" or "gelu_tanh", W has gate and up, and act(gate) * up is half as wide. ``reader``, which
+        alone reads the result, may get it quantized. With ``residual``, which rank 0 adds, the result may be unreduced
+        ``SplitKPartials`` for an RMSNorm, which reduces them; after it they serve as the next ``residual``.
         """
         residual = residual if self.tp.rank == 0 else None
         norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         is_alone = self.tp.size == 1  # an all-reduce needs the reduced sum
-        weight = self.as_weight()
-        to_read = None if reader is None else reader.as_weight()
+        weight, to_read = self.as_weight(), None if reader is None else reader.as_weight()
         return self.ops.fused_linear(x, weight, self.bias, norm_weight, eps, residual, act, is_alone, to_read)
 
 
