@@ -91,9 +91,9 @@ def gate_up(num_tokens, precision, dtype=torch.bfloat16, norm_dtype=None):
     dispatch.fused_linear(x, make_weight(6144, 1024, precision), None, norm_weight, 1e-6, act_mul="silu")
 
 
-def residual(num_tokens, precision, num_features=4096):
-    x, weight = empty(num_tokens, 12288), make_weight(num_features, 12288, precision)
-    dispatch.fused_linear(x, weight, residual=empty(num_tokens, num_features))
+def residual(num_tokens, precision, num_features=4096, dtype=torch.bfloat16):
+    x, weight = empty(num_tokens, 12288, dtype=dtype), make_weight(num_features, 12288, precision)
+    dispatch.fused_linear(x, weight, residual=empty(num_tokens, num_features, dtype=dtype))
 
 
 def qkv(num_tokens, precision, with_cache=True):
@@ -165,6 +165,7 @@ def test_kernels_by_shape_and_dtype(launched):
     assert launched.by(lambda: qkv(2048, "16 bits", with_cache=False)) == "rms_norm linear norm_rope_store"
     assert launched.by(lambda: residual(300, "e4m3 blocks", 384)) == "dequantize addmm"  # no whole tiles
     assert launched.by(lambda: residual(300, "e4m3", 48)) == "rms_norm scaled_mm"
+    assert launched.by(lambda: residual(300, "e4m3", dtype=torch.float16)) == PREFILL  # the library rounds to bf16
     assert launched.by(lambda: residual(300, "e4m3", 40)) == "dequantize addmm"
 
 

@@ -130,7 +130,7 @@ def multiply(x, weight, bias, residual=None, act_mul=None, allow_split_k=False, 
     else:
         is_fused = bias is residual is None and takes_prefill_gemm(x, weight, "act_mul")
     if is_fused:
-        quantized = act_mul is not None and x.scale is not None and takes_groups(len(x.data), reader)
+        quantized = act_mul is not None and x.scale is not None and takes_groups(x, reader)
         return prefill_gemm_sm90.prefill_gemm(x, weight, act_mul, bias, residual=residual, quantized=quantized)
     if adds_residual_only and weight.scale is None:
         return torch.addmm(residual, x.data, weight.data.t(), out=residual)  # beta = 1: the addition is free
@@ -190,23 +190,26 @@ def takes_prefill_gemm(x, weight, epilogue):
         return False
     is_enough = len(x.data) >= min_tokens[epilogue]
     if weight.scale is not None:
-        has_library = epilogue == "plain" and weight.scale.shape[1] == 1
-        return is_enough and not (has_library and prefill_gemm_sm90.fills_less_than_half(len(x.data), weight))
+        return is_enough and not (epilogue == "plain" and suits_library(x, weight))
     if epilogue == "act_mul":
         return is_enough or prefill_gemm_sm90.fills_one_wave(x, weight)
     # Start-up compiles the kernel at one size, which need not be one that fills the SMs.
     return is_enough and (compile_only.get() or prefill_gemm_sm90.idle_channels(x, weight) <= MAX_IDLE_CHANNELS_QKV)
 
 
-def takes_groups(num_tokens, weight):
-    """Whether so many tokens are multiplied by the prefill GEMM, for which they may have a scale for 128 channels."""
-    if weight is None or weight.data.dtype != E4M3 or num_tokens <= MAX_TOKENS_DECODE:
+def suits_library(x, weight):
+    """Whether torch._scaled_mm multiplies so many tokens in e4m3, and is faster: it writes bf16."""
+    is_plain = weight.scale.shape[1] == 1 and x.dtype == torch.bfloat16
+    return is_plain and prefill_gemm_sm90.fills_less_than_half(len(x.data), weight)
+
+
+def takes_groups(x, weight):
+    """Whether as many tokens as these go to the prefill GEMM for this weight, so may have a scale for 128 channels."""
+    if weight is None or weight.data.dtype != E4M3 or len(x.data) <= MAX_TOKENS_DECODE:
         return False
     num_features, num_channels = weight.data.shape
     is_whole = num_features % 256 == num_channels % 128 == 0 and weight.has_whole_blocks()
-    has_library = weight.scale.shape[1] == 1
-    is_fast = not (has_library and prefill_gemm_sm90.fills_less_than_half(num_tokens, weight))
-    return is_whole and is_fast and weight.data.is_contiguous()
+    return is_whole and weight.data.is_contiguous() and not suits_library(x, weight)
 
 
 def is_tma_aligned(y):
