@@ -6,12 +6,13 @@ import sys
 
 import pytest
 from helpers import ROOT
+from histories import at_night
 
 
 @pytest.mark.parametrize(
     ("feature", "option"),
-    [("speculation", "speculative_config={'method': 'ngram'}"), ("hybrids", "num_state_snapshots=3"),
-     ("vision", "language_model_only=True")],
+    [("vision", "language_model_only=True"),
+     *at_night(("speculation", "speculative_config={'method': 'ngram'}"), ("hybrids", "num_state_snapshots=3"))],
 )  # fmt: skip
 def test_the_library_stands_without(feature, option, tmp_path):
     """Ruff, mypy and the tests of smoke pass on what is left, which refuses the feature's option by name."""
