@@ -54,8 +54,8 @@ class ReplicatedLinear(nn.Module):
         """x [T, input_size] -> residual + act(norm(x) W^T + b), [T, output_size].
 
         With ``act``, "silu" or "gelu_tanh", W has gate and up, and act(gate) * up is half as wide. ``reader``, which
-        alone reads the result, may get it quantized. With ``residual``, which rank 0 adds, the result may be unreduced
-        ``SplitKPartials`` for an RMSNorm, which reduces them; after it they serve as the next ``residual``.
+        alone reads the result, may get Tokens in e4m3. With ``residual``, which rank 0 adds, the result may be
+        ``SplitKPartials`` for an RMSNorm, which adds them up; after it they serve as the next ``residual``.
         """
         residual = residual if self.tp.rank == 0 else None
         norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)

@@ -5,7 +5,7 @@ tokens see each other; ``kinds.py`` has a table of mixers and MLPs. Some familie
 these. Differences that need no arithmetic of their own (the order of rotated dimensions, factors, offsets) are folded
 into the weights when they are loaded. Mixer and MLP return this rank's partial sum; the layer sums up over ranks.
 
-A residual is a tensor [T, C] or, between a small split-K product and the next RMSNorm, ``SplitKPartials``.
+A residual is a tensor [T, C] or, between some products and the next RMSNorm, ``SplitKPartials``.
 
 Legend: T packed tokens, N sampled tokens, C hidden size, H query heads, K KV heads (of this rank), D head size.
 """

@@ -24,7 +24,7 @@ from nanovllm.runner.parts import equip
 from nanovllm.runner.weights import Weights
 
 # Kernels are chosen by the number of tokens, with borders at multiples of 64 and at powers of two.
-WARMUP_SIZES = (1, 2, 4, 8, 15, 16, 31, 32, 63, 64, 127, 128, 192, 255, 256, 511, 512, 1023, 1024, 2048)
+WARMUP_SIZES = (1, 2, 4, 8, 15, 16, 31, 32, 63, 64, 127, 128, 192, 255, 256, 384, 511, 512, 1023, 1024, 2048)
 
 
 def start_rank(config: Config, tp: TPGroup = SINGLE_RANK, workers: Workers | None = None) -> ModelRunner:

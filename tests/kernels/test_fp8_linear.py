@@ -96,8 +96,14 @@ def test_rms_norm_quantizes(num_tokens, num_channels, dtype):
     partials = randn(2, num_tokens, num_channels)
     total = (x.float() + partials.sum(0)).to(dtype)
     expected = reference.quantize_tokens(reference.rms_norm(total, weight, EPS))
+    before = x.clone()
     assert_quantized(norm.rms_norm(SplitKPartials(x, partials), weight, EPS, quantized=True), expected)
     torch.testing.assert_close(x, total)
+    product = partials[:1].to(dtype)  # a library's
+    total = (before.float() + product[0].float()).to(dtype)
+    expected = reference.quantize_tokens(reference.rms_norm(total, weight, EPS))
+    assert_quantized(norm.rms_norm(SplitKPartials(before, product), weight, EPS, quantized=True), expected)
+    torch.testing.assert_close(before, total)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -278,6 +284,26 @@ def test_prefill_gemm_of_a_scale_for_128_channels(num_tokens, num_groups, block_
     actual = prefill_gemm_sm90.prefill_gemm(y, down, bias=bias, residual=residual)
     error = (actual.float() - expected).abs()
     assert (error <= 8e-3 * expected.abs().amax(1, keepdim=True)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_groups, block_n", [(1, 1), (8, 128)])
+@pytest.mark.parametrize("num_tokens", [200, 300, 640, 2000])
+def test_gate_and_up_then_down(num_tokens, num_groups, block_n):
+    """Whichever kernels these are, and wherever their input is quantized."""
+    gate_up, down = make_weight(4096, 1024, num_groups, block_n), make_weight(4096, 2048, 2 * num_groups, block_n)
+    down = down._replace(scale=down.scale[:, : 1 if num_groups == 1 else None].contiguous())
+    x, norm_weight = randn(num_tokens, 1024, dtype=torch.bfloat16), rand(1024, dtype=torch.bfloat16)
+    residual, ones = randn(num_tokens, 4096, dtype=torch.bfloat16), rand(4096, dtype=torch.bfloat16)
+    hidden = reference.fused_linear(x.float(), gate_up, None, norm_weight.float(), EPS, act_mul="silu")
+    expected = reference.fused_linear(hidden, down)
+    y = dispatch.fused_linear(x, gate_up, None, norm_weight, EPS, act_mul="silu", reader=down)
+    y = dispatch.fused_linear(y, down, residual=residual.clone(), allow_split_k=True)
+    if isinstance(y, SplitKPartials):
+        dispatch.rms_norm(y, ones, EPS)
+        y = y.residual
+    error = (y.float() - residual.float() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert error < 0.06, error  # of e4m3, twice
 
 
 @pytest.mark.gpu

@@ -77,9 +77,10 @@ def test_dequantized(N, C, size, dtype):
         torch.testing.assert_close(got, want, rtol=2**-7 if cuts else 0, atol=0)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 6])
-def test_a_gemv_in_several_steps_and_split_channels(num_tokens):
-    weight, x = make_weight(66, 4160, 32), randn(num_tokens, 4160)
+@pytest.mark.parametrize("num_tokens, num_features", [(1, 66), (1, 520), (6, 66)])
+def test_a_gemv_in_several_steps_and_split_channels(num_tokens, num_features):
+    """520 features are more blocks than run at once."""
+    weight, x = make_weight(num_features, 4160, 32), randn(num_tokens, 4160)
     assert_near(dispatch.fused_linear(x, weight), reference.fused_linear(x, weight), 1e-5)
     if num_tokens > 1:
         residual = randn(num_tokens, 66)
@@ -103,7 +104,8 @@ def test_qkv_linear(num_tokens):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("N, C, size, symmetric", [
-    (6144, 4096, 128, True), (4096, 12288, 64, False), (2560, 9728, 32, True),
+    (6144, 4096, 128, True), (4096, 12288, 64, False), (2560, 9728, 32, True), (51200, 5120, 128, True),
+    (5120, 8192, 128, True),
 ])  # fmt: skip
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 33, 64, 65, 1000])
 def test_fused_linear_at_model_size(num_tokens, N, C, size, symmetric, dtype):

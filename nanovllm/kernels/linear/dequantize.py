@@ -44,7 +44,7 @@ def dequantized(weight, dtype):
     if weight.is_int4:
         return int4.dequantized(weight, dtype)
     if not has_e4m3(weight.data.device):
-        return Weight(weight.dequantize(dtype), is_temporary=True)
+        return Weight(weight.dequantize(dtype))  # by torch, on GPUs without PDL
     num_features, num_channels = weight.data.shape
     assert weight.data.is_contiguous() and weight.scale.is_contiguous()
     y = torch.empty((num_features, num_channels), dtype=dtype, device=weight.data.device)

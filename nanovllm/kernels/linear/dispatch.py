@@ -11,9 +11,9 @@ layers or shards; reference.py says what is computed.
                  epilogue saves a kernel
     otherwise    cuBLAS between separate kernels  torch._scaled_mm between them     dequantized, as 16 bits
 
-The prefill GEMM's large tiles leave more than half of the SMs idle at some 300 to 500 tokens of o and down: there
-torch._scaled_mm multiplies e4m3, and the next norm adds the residual. Where down takes the prefill GEMM, gate and up
-leave its input in e4m3, with a scale for 128 channels of a token.
+Where no epilogue is fused, and the prefill GEMM's large tiles would leave half of the SMs idle (o and down of 8B with
+257 to 512 tokens), torch._scaled_mm takes its place, and the next norm adds the residual. Where down takes the prefill
+GEMM, gate and up leave its input in e4m3, with a scale for 128 channels of a token.
 
 With e4m3 weights a single token is multiplied in its own 16 bits (W8A16). From two on, on Hopper, each token is
 quantized to e4m3 as well (W8A8), which the FP8 tensor cores multiply at twice the rate of 16 bits: the fastest there
@@ -198,13 +198,13 @@ def takes_prefill_gemm(x, weight, epilogue):
 
 
 def suits_library(x, weight):
-    """Whether torch._scaled_mm multiplies so many tokens in e4m3, and is faster: it writes bf16."""
+    """Whether torch._scaled_mm is faster than the prefill GEMM for these Tokens; it writes bf16."""
     is_plain = weight.scale.shape[1] == 1 and x.dtype == torch.bfloat16
-    return is_plain and prefill_gemm_sm90.fills_less_than_half(len(x.data), weight)
+    return is_plain and prefill_gemm_sm90.fills_at_most_half(len(x.data), weight)
 
 
 def takes_groups(x, weight):
-    """Whether as many tokens as these go to the prefill GEMM for this weight, so may have a scale for 128 channels."""
+    """Whether the prefill GEMM multiplies this weight by as many tokens, which may then have scales of 128 channels."""
     if weight is None or weight.data.dtype != E4M3 or len(x.data) <= MAX_TOKENS_DECODE:
         return False
     num_features, num_channels = weight.data.shape

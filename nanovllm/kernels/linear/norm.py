@@ -3,7 +3,7 @@
 Owns `rms_norm`, `quantize_tokens`, `SplitKPartials`, whose sum a norm adds to the residual before, `add_post_norm` and
 `qk_rms_norm`. Knows nothing of layers.
 
-T tokens, C channels, S programs that shared the channels of a split-K GEMM; H query heads, K KV heads, D head size.
+T tokens, C channels, S partial sums of a GEMM or of a token's experts; H query heads, K KV heads, D head size.
 """
 
 from dataclasses import dataclass
@@ -122,7 +122,7 @@ class SplitKPartials:
     """
 
     residual: torch.Tensor  # [T, C]
-    partials: torch.Tensor  # [S, T, C], fp32; a library's sum, S = 1, in the dtype of the residual
+    partials: torch.Tensor  # [S, T, C], fp32, or in the residual's dtype
 
     def __len__(self):
         return len(self.residual)

@@ -13,13 +13,14 @@ MMAs.
 
 In a 64 x 256 accumulator the thread that holds column c also holds c + 32, c + 64 and c + 128. With act_and_mul one
 half of a tile's columns is gate and the other up; otherwise the halves are two units of the QKV epilogue, a head of 128
-or two of 64 each, whose own halves [tokens, D / 2] the rotation pairs. So only a head's sum of squares crosses threads.
+or two of 64 each, whose own halves [tokens, D / 2] the rotation pairs. So only a head's sum of squares crosses threads,
+and the largest magnitude of a quantized row.
 The QKV epilogue rounds as reference.norm_rope_store does, but for the product itself, which stays in fp32.
 
 x and weight may be e4m3, with a scale per token, or per token and 128 channels, and per output feature or block of
-128 x 128 of the weight. What act_and_mul gives can be such an x: a program has 128 of its channels. Hopper
-sums e4m3 products in some 14 bits, so those of a stage, 128 channels, are summed by themselves and added to a sum in
-fp32: one half of the columns after the other, for registers; meanwhile the other consumer's MMA runs.
+128 x 128 of the weight. What act_and_mul gives can be such an x: a program has 128 of its channels. Hopper sums e4m3
+products in some 14 bits, so those of a stage, 128 channels, are summed by themselves and added to a sum in fp32: one
+half of the columns after the other, for registers; meanwhile the other consumer's MMA runs.
 
 M tokens, N output features, C input channels, I = N / 2; H query heads, K KV heads, D head size.
 """
@@ -526,7 +527,7 @@ def fills_one_wave(x, weight):
     return BLOCK_M.value < len(x.data) <= 2 * BLOCK_M.value and 0.9 <= num_tiles / num_sms(x.data.device) <= 1
 
 
-def fills_less_than_half(num_tokens, weight):
+def fills_at_most_half(num_tokens, weight):
     """Whether at most half of the SMs have a tile."""
     num_tiles = triton.cdiv(num_tokens, BLOCK_M.value) * triton.cdiv(len(weight.data), BLOCK_N.value)
     return 2 * num_tiles <= num_sms(weight.data.device)

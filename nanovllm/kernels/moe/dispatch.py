@@ -105,7 +105,8 @@ def usable(weight, dtype):
     if weight.is_int4:
         return weight if weight.tile >= MIN_TILE else dequantized(weight, dtype)
     flat = Weight(weight.data.flatten(0, 1), weight.scale.flatten(0, 1))
-    return Weight(dequantized(flat, dtype).data.view(weight.data.shape))
+    flat = dequantized(flat, dtype)
+    return flat._replace(data=flat.data.view(weight.data.shape))
 
 
 def tokens_for(x, weight):
