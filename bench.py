@@ -27,7 +27,7 @@ from time import perf_counter
 from typing import Any
 
 from benchmarks.engines import ENGINES, TEMPERATURE, Engine, Options, versions
-from benchmarks.workloads import PUBLISHED_MAX_NUM_SEQS, PUBLISHED_ROWS, QWEN3, SIZES, WORKLOADS, Workload, write_model
+from benchmarks.workloads import PUBLISHED_OPTIONS, PUBLISHED_ROWS, QWEN3, SIZES, WORKLOADS, Workload, write_model
 
 PAGES = ["pages", "readypages"]
 OWN = {*PUBLISHED_ROWS, *PAGES}  # workloads of their own
@@ -72,8 +72,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if args.profile and not Path(args.profile).absolute().parent.is_dir():
         parser.error(f"--profile: there is no directory {Path(args.profile).parent}")  # known before the runs
     args.workload = list(dict.fromkeys(name for named in args.workload for name in GROUPS.get(named, [named])))
-    if args.max_num_seqs is None and not PUBLISHED_ROWS.keys().isdisjoint(args.workload):
-        args.max_num_seqs = PUBLISHED_MAX_NUM_SEQS
+    if not PUBLISHED_ROWS.keys().isdisjoint(args.workload):
+        vars(args).update({name: value for name, value in PUBLISHED_OPTIONS.items() if getattr(args, name) is None})
     return args
 
 

@@ -137,13 +137,14 @@ def test_bench_of_transformers(capsys):
 
 
 def test_published_rows(capsys):
-    """TensorRT-LLM's table: the requests of a row have equal lengths; 1,024 run at once, or as many as one asks for."""
+    """TensorRT-LLM's table: the requests of a row have equal lengths; options are its own, or what one asks for."""
     lengths = ((128, 128), (128, 2048), (500, 2000), (1000, 1000), (2048, 128), (2048, 2048), (128, 4096), (1000, 2000),
                (5000, 500), (20000, 2000))  # fmt: skip
     rows = {f"published-{i}-{o}": (i, o) for i, o in lengths}
     args = bench.parse_args(["--workload", "published", "single", "published-128-128"])
     assert (args.workload, args.max_num_seqs) == ([*rows, "single"], 1024)
-    assert bench.parse_args(["--workload", "published", "--max-num-seqs", "9"]).max_num_seqs == 9
+    asked = bench.parse_args(["--workload", "published", "--max-num-seqs", "9"])
+    assert (asked.max_num_seqs, asked.max_num_batched_tokens, asked.gpu_memory_utilization) == (9, 16_896, 0.95)
     everything = bench.parse_args(["--workload", "all"])
     assert everything.max_num_seqs is None and rows.keys().isdisjoint(everything.workload)
     for name, (num_in, num_out) in rows.items():
