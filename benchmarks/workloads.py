@@ -323,7 +323,8 @@ PUBLISHED = {
     (128, 128): 3000, (128, 2048): 3000, (500, 2000): 3000, (1000, 1000): 3000, (2048, 128): 2000, (2048, 2048): 1500,
     (128, 4096): 1500, (1000, 2000): 1500, (5000, 500): 1000, (20000, 2000): 800,
 }  # fmt: skip
-# Options of these runs; see "How many sequences at once" in docs/guide.md. 132 SMs times tiles of 128 tokens.
+# Options of these runs; see "How many sequences at once" in docs/guide.md. 16,896 tokens: a tile of 128 for each of 132
+# SMs.
 PUBLISHED_OPTIONS = {"max_num_seqs": 1024, "max_num_batched_tokens": 16_896, "gpu_memory_utilization": 0.95}
 PUBLISHED_ROWS = {f"published-{i}-{o}": partial(published, i, o) for i, o in PUBLISHED}
 

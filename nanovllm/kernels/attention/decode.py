@@ -458,7 +458,7 @@ def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: i
     elif head_bytes <= 128 and (num_pairs <= 128 if itemsize == 1 else columns or num_seqs <= 16):
         config = one_warp
     elif head_bytes <= 128:
-        # FP8, but for heads of 64 and groups of 2 (docs/experiments.md)
+        # two for FP8, but for heads of 64 and groups of 2 (docs/experiments.md)
         num_stages = 2 if itemsize == 1 and block_d == 128 and gqa_group >= 4 else 3
         config = DecodeConfig(64, num_warps=2, num_stages=num_stages, programs_per_sm=4)
     elif head_bytes == 256 and num_pairs <= 128:

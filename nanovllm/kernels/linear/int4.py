@@ -21,12 +21,21 @@ import triton.language as tl
 
 from ..int4 import CODES, MIN_TILE
 from ..launch import launch, launch_options, num_sms, pdl_launch_dependents, pdl_wait
-from ..moe.unpack import in_order, place_in_tile
 from .gemv import activate, add_bias_and_activate, output_features
 from .norm import SplitKPartials, rms_norm
 from .reference import Weight
 from .silu_and_mul import launch_by_rows
-from .unpack_int4 import VECTOR, dot_int4, group_of, load_x, load_zero, unpack_tile, uses_asm
+from .unpack_int4 import (
+    VECTOR,
+    dot_int4,
+    group_of,
+    in_order,
+    load_x,
+    load_zero,
+    place_in_tile,
+    unpack_tile,
+    uses_asm,
+)
 
 MIN_TOKENS_DENSE = 65
 

@@ -1,9 +1,10 @@
 """Triton: 4-bit integers as numbers, by bits: of a tile of a weight, and in a dot product of vectors.
 
-Owns the assembly of both, and the channels of a word (../int4.py has their order). In a tile a code becomes a number of
-16 bits: 0x4300 | code is 128 + code in bf16, 0x6400 | code is 1024 + code in fp16, both exact; so is the difference to
-128 or 1024 and the zero. In a dot product a code is a subnormal fp16 as it is: code * 2^-24, or 16 times that where it
-lies 4 bits higher. Two codes at once, of neighbouring channels.
+Owns the assembly of both, the channels of a word (../int4.py has their order), and the order in which a tile lies in
+registers (`in_order`), MXFP4's, too. In a tile a code becomes a number of 16 bits: 0x4300 | code is 128 + code in bf16,
+0x6400 | code is 1024 + code in fp16, both exact; so is the difference to 128 or 1024 and the zero. In a dot product a
+code is a subnormal fp16 as it is: code * 2^-24, or 16 times that where it lies 4 bits higher. Two codes at once, of
+neighbouring channels.
 
 Sums of eight products are in fp16, with a power of two for each vector of 32 channels of the token, as in gemv.py; the
 zero times the sum of the token's channels is subtracted in fp32. A vector has one scale and one zero.
@@ -184,6 +185,26 @@ def unpack_tile(words, zero, DTYPE: tl.constexpr, USE_ASM: tl.constexpr):
         n = tl.arange(0, 8)
         codes = (words[:, :, None] >> (n // 2 * 4 + n % 2 * 16)[None, None, :]) & 15
         return (codes - zero[:, None, None]).to(DTYPE).reshape((N, 8 * W))
+
+
+@triton.jit
+def place_in_tile(i, WARPS: tl.constexpr):
+    """Row of a weight's tile that row i of the loaded tile is: see `in_order`."""
+    return i // (16 * WARPS) * (16 * WARPS) + i // 8 % WARPS * 16 + i // (8 * WARPS) % 2 * 8 + i % 8
+
+
+@triton.jit
+def in_order(tile, WARPS: tl.constexpr, TILE: tl.constexpr = 128):
+    """The tile [N, K] of a weight that wgmma takes from registers, from the one that was loaded and unpacked.
+
+    A thread loads TILE / 4 channels of a row at once, wgmma wants it to have pairs from all over the tile. It has them
+    if rows and channels are counted otherwise: no number moves, but rows are loaded in another order (`place_in_tile`),
+    and so are channels: 4-bit integers are stored in it, with MXFP4 x has it (`reordered`).
+    """
+    N: tl.constexpr = tile.shape[0]
+    K: tl.constexpr = tile.shape[1]
+    tile = tile.reshape((N // (16 * WARPS), 2, WARPS, 8, K // TILE, 4, TILE // 16, 2, 2))
+    return tile.permute((0, 2, 1, 3, 4, 6, 7, 5, 8)).reshape((N, K))
 
 
 def group_of(weight):

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 
 from ..launch import has_large_shared_memory, launch, launch_options, pdl_launch_dependents, pdl_wait
-from ..linear.unpack_int4 import load_zero, uses_asm
+from ..linear.unpack_int4 import in_order, load_zero, place_in_tile, uses_asm
 from ..linear.unpack_int4 import unpack_tile as unpack_int4
 from .gemv import gated
-from .unpack import column_of, in_order, load_scales, place_in_tile, unpack_tile
+from .unpack import column_of, load_scales, unpack_tile
 
 SMALL_BYTES = 96 << 10  # of shared memory for the tiles of all steps in flight, where a program may use 99 KB
 

@@ -1,8 +1,8 @@
 """Triton: MXFP4 numbers in 16 bits, by shifts: of a tile of a weight, and in a dot product of vectors.
 
-Owns the order of rows and channels in which tiles lie in registers (`in_order`). Sign, exponent and mantissa of an e2m1
-are moved to their places in a number of 16 bits, and a power of two makes up for the other bias: 2^14 in fp16, 2^126 in
-bf16; on NVIDIA GPUs in PTX, two numbers at once. ../mxfp4.py has the order of the numbers in a word.
+Owns the order of the channels of x that such tiles need (`reordered`). Sign, exponent and mantissa of an e2m1 are moved
+to their places in a number of 16 bits, and a power of two makes up for the other bias: 2^14 in fp16, 2^126 in bf16; on
+NVIDIA GPUs in PTX, two numbers at once. ../mxfp4.py has the order of the numbers in a word.
 """
 
 import torch
@@ -111,14 +111,8 @@ def load_scales(ptrs, step, NUM_FEATURES: tl.constexpr, K: tl.constexpr, BLOCK_K
 
 
 @triton.jit
-def place_in_tile(i, WARPS: tl.constexpr):
-    """Row of a weight's tile that row i of the loaded tile is: see `in_order`."""
-    return i // (16 * WARPS) * (16 * WARPS) + i // 8 % WARPS * 16 + i // (8 * WARPS) % 2 * 8 + i % 8
-
-
-@triton.jit
 def channel_of(k):
-    """Channel that column k of a weight's tile is: see `in_order`."""
+    """Channel that column k of a weight's tile is: see `in_order` in ../linear/unpack_int4.py."""
     return k // 128 * 128 + k // 2 % 4 * 32 + k // 16 % 8 * 4 + k // 8 % 2 * 2 + k % 2
 
 
@@ -126,20 +120,6 @@ def channel_of(k):
 def column_of(channel):
     """The inverse of `channel_of`."""
     return channel // 128 * 128 + channel // 4 % 8 * 16 + channel // 2 % 2 * 8 + channel // 32 % 4 * 2 + channel % 2
-
-
-@triton.jit
-def in_order(tile, WARPS: tl.constexpr, TILE: tl.constexpr = 128):
-    """The tile [N, K] of a weight that wgmma takes from registers, from the one that was loaded and unpacked.
-
-    A thread loads TILE / 4 channels of a row at once, wgmma wants it to have pairs from all over the tile. It has them
-    if rows and channels are counted otherwise: no number moves, but rows are loaded in another order (`place_in_tile`),
-    and so are channels: 4-bit integers are stored in it, with MXFP4 x has it (`reordered`).
-    """
-    N: tl.constexpr = tile.shape[0]
-    K: tl.constexpr = tile.shape[1]
-    tile = tile.reshape((N // (16 * WARPS), 2, WARPS, 8, K // TILE, 4, TILE // 16, 2, 2))
-    return tile.permute((0, 2, 1, 3, 4, 6, 7, 5, 8)).reshape((N, K))
 
 
 @triton.jit
