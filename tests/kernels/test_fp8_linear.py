@@ -237,9 +237,15 @@ def test_fused_linear_at_model_size(num_tokens, is_grouped):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("num_tokens, num_features, num_channels", [(1, 256, 128), (100, 512, 640), (5000, 1280, 1024)])
+@pytest.mark.parametrize(
+    "num_tokens, num_features, num_channels",
+    [(1, 256, 128), (100, 512, 640), (430, 9216, 256), (5000, 1280, 1024)],
+)
 def test_prefill_gemm(num_tokens, num_features, num_channels, dtype):
-    """Fewer tiles than programs and several to each, fewer steps than stages and more, tokens that fill no tile."""
+    """Fewer tiles than programs and several to each, fewer steps than stages and more, tokens that fill no tile.
+
+    Half tiles alone, half tiles behind whole ones, and none.
+    """
     prefill_gemm_sm90 = sm90_module("prefill_gemm_sm90")
     for num_groups, block_n in ((1, 1), (num_channels // 128, 128)):
         weight = make_weight(num_features, num_channels, num_groups, block_n)
@@ -257,6 +263,20 @@ def test_prefill_gemm(num_tokens, num_features, num_channels, dtype):
             y = prefill_gemm_sm90.prefill_gemm(quantized, weight, **options)
             assert y.dtype == dtype and (options["residual"] is None or y is options["residual"])
             assert_near(y, expected, 8e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("act_mul", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("num_tokens", [1, 70, 190, 450])
+def test_half_tiles_change_no_bit(num_tokens, act_mul, monkeypatch):
+    prefill_gemm_sm90 = sm90_module("prefill_gemm_sm90")
+    weight = make_weight(28672, 512, 1)
+    quantized = reference.quantize_tokens(randn(num_tokens, 512, dtype=torch.bfloat16))
+    results = []
+    for whole in (lambda tiles, programs: tiles, lambda tiles, programs: tiles // programs * programs):
+        monkeypatch.setattr(prefill_gemm_sm90, "num_whole_tiles", whole)
+        results.append(prefill_gemm_sm90.prefill_gemm(quantized, weight, act_mul))
+    assert torch.equal(*results)
 
 
 @pytest.mark.gpu

@@ -22,6 +22,9 @@ x and weight may be e4m3, with a scale per token, or per token and 128 channels,
 products in some 14 bits, so those of a stage, 128 channels, are summed by themselves and added to a sum in fp32: one
 half of the columns after the other, for registers; meanwhile the other consumer's MMA runs.
 
+Where the last tiles of gate and up in e4m3, with a scale per token and feature, would occupy at most half of the SMs,
+each is cut into two half tiles of 64 outputs, and the last wave takes half the time. Not if the outputs are quantized.
+
 M tokens, N output features, C input channels, I = N / 2; H query heads, K KV heads, D head size.
 """
 
@@ -63,28 +66,57 @@ def tile_coords(tile, num_tiles_m, num_tiles_n):
 
 
 @gluon.jit
-def produce(pipeline, x_desc, weight_desc, shape, tile_stride, half_stride, STAGES: gl.constexpr):
-    x_smem, weight_smem, full, empty = pipeline
-    num_tokens, num_tiles_n, num_steps = shape
+def half_tile_coords(half, shape):
+    """(tile_m, first output) of a half tile; they are numbered behind the whole ones."""
+    num_tokens, num_tiles_n, _, num_whole = shape
     num_tiles_m = (num_tokens + BLOCK_M - 1) // BLOCK_M
-    HALF: gl.constexpr = BLOCK_N // 2
+    tile_m, tile_n = tile_coords(num_whole + half // 2, num_tiles_m, num_tiles_n)
+    return tile_m, (tile_n * 2 + half % 2) * STORE_N
+
+
+@gluon.jit
+def num_half_tiles(shape):
+    num_tokens, num_tiles_n, _, num_whole = shape
+    return 2 * ((num_tokens + BLOCK_M - 1) // BLOCK_M * num_tiles_n - num_whole)
+
+
+@gluon.jit
+def load_tile(
+    n, pipeline, x_desc, weight_desc, tile_m, feature, half_stride, num_steps, STAGES: gl.constexpr, WIDTH: gl.constexpr
+):  # fmt: skip
+    """x, and twice WIDTH features of the weight. n: steps before this tile; returns those with it."""
+    x_smem, weight_smem, full, empty = pipeline
     BLOCK_C: gl.constexpr = x_smem.shape[2]
+    for step in range(num_steps):
+        stage = n % STAGES
+        c = step * BLOCK_C
+        mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
+        mbarrier.expect(full.index(stage), (BLOCK_M + 2 * WIDTH) * LINE_BYTES)
+        for i in gl.static_range(NUM_CONSUMERS):
+            x = x_smem.index(stage * NUM_CONSUMERS + i)
+            tma_load(x_desc, [(tile_m * NUM_CONSUMERS + i) * CONSUMER_M, c], full.index(stage), x)
+        weight = weight_smem.index(stage)
+        tma_load(weight_desc, [feature, c], full.index(stage), weight.slice(0, WIDTH))
+        tma_load(weight_desc, [feature + half_stride, c], full.index(stage), weight.slice(WIDTH, WIDTH))
+        n += 1
+    return n
+
+
+@gluon.jit
+def produce(pipeline, x_desc, weight_desc, half_desc, shape, tile_stride, half_stride, STAGES: gl.constexpr):
+    num_tokens, num_tiles_n, num_steps, num_whole = shape
+    num_tiles_m = (num_tokens + BLOCK_M - 1) // BLOCK_M
     n = 0  # steps over all tiles
-    for tile in range(gl.program_id(0), num_tiles_m * num_tiles_n, gl.num_programs(0)):
+    for tile in range(gl.program_id(0), num_whole, gl.num_programs(0)):
         tile_m, tile_n = tile_coords(tile, num_tiles_m, num_tiles_n)
         feature = tile_n * tile_stride
-        for step in range(num_steps):
-            stage = n % STAGES
-            c = step * BLOCK_C
-            mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(stage), (BLOCK_M + BLOCK_N) * LINE_BYTES)
-            for i in gl.static_range(NUM_CONSUMERS):
-                x = x_smem.index(stage * NUM_CONSUMERS + i)
-                tma_load(x_desc, [(tile_m * NUM_CONSUMERS + i) * CONSUMER_M, c], full.index(stage), x)
-            weight = weight_smem.index(stage)
-            tma_load(weight_desc, [feature, c], full.index(stage), weight.slice(0, HALF))
-            tma_load(weight_desc, [feature + half_stride, c], full.index(stage), weight.slice(HALF, HALF))
-            n += 1
+        n = load_tile(
+            n, pipeline, x_desc, weight_desc, tile_m, feature, half_stride, num_steps, STAGES, BLOCK_N // 2
+        )  # fmt: skip
+    if half_desc is not None:
+        for half in range(gl.program_id(0), num_half_tiles(shape), gl.num_programs(0)):
+            tile_m, output = half_tile_coords(half, shape)
+            n = load_tile(n, pipeline, x_desc, half_desc, tile_m, output, half_stride, num_steps, STAGES, STORE_N)
 
 
 @gluon.jit
@@ -121,14 +153,13 @@ def split_halves(x):
 
 
 @gluon.jit
-def scaled(total, scales, first_token, first_feature, num_tokens, bias_ptr, num_features,
+def scaled(total, scales, first_token, feature, num_tokens, bias_ptr, num_features,
            NUM_GROUPS: gl.constexpr, X_GROUPS: gl.constexpr):  # fmt: skip
-    """Half a tile of sums of e4m3 products, times the scales of tokens and features, plus the bias."""
+    """Half a tile of sums of e4m3 products, times the scales of tokens and of these features, plus the bias."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [CONSUMER_WARPS, 1], [16, BLOCK_N // 2, 16])
     x_scale_ptr, weight_scale_ptr = scales
     total = gl.convert_layout(total, layout, assert_trivial=True)
     token = first_token + gl.arange(0, CONSUMER_M, layout=gl.SliceLayout(1, layout))
-    feature = first_feature + gl.arange(0, BLOCK_N // 2, layout=gl.SliceLayout(0, layout))
     if not X_GROUPS:
         total *= gl.load(x_scale_ptr + token, mask=token < num_tokens, other=0.0)[:, None]
     if NUM_GROUPS == 1:
@@ -300,13 +331,66 @@ def in_scale(product, x_scale, weight_scale):
 
 
 @gluon.jit
+def features_of(first, half_stride, WIDTH: gl.constexpr):
+    """The features of 128 columns: consecutive ones, or WIDTH of gate, and as many of up half_stride behind."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [CONSUMER_WARPS, 1], [16, BLOCK_N // 2, 16])
+    column = gl.arange(0, BLOCK_N // 2, layout=gl.SliceLayout(0, layout))
+    if WIDTH < BLOCK_N // 2:
+        column = column % WIDTH + column // WIDTH * half_stride
+    return first + column
+
+
+@gluon.jit
+def act_and_mul(gate, up, ACT_MUL: gl.constexpr):
+    return gate * fast_reciprocal(1.0 + gl.exp2(sigmoid_argument(gate, ACT_MUL) * -LOG2_E)) * up
+
+
+@gluon.jit
+def consume_half_tiles(
+    n, pipeline, staging, y_desc, shape, scales, half_stride,
+    CONSUMER: gl.constexpr, ACT_MUL: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Gate and up of a half tile are the left half of a stage. n: steps over the tiles before."""
+    x_smem, weight_smem, full, empty = pipeline
+    num_tokens, num_tiles_n, num_steps, _ = shape
+    HALF: gl.constexpr = BLOCK_N // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [CONSUMER_WARPS, 1], [16, HALF, 32])
+    for half in range(gl.program_id(0), num_half_tiles(shape), gl.num_programs(0)):
+        tile_m, output = half_tile_coords(half, shape)
+        first_token = (tile_m * NUM_CONSUMERS + CONSUMER) * CONSUMER_M
+        total = gl.zeros([CONSUMER_M, HALF], gl.float32, layout=layout)
+        product = gl.zeros([CONSUMER_M, HALF], gl.float32, layout=layout)
+        for _ in range(num_steps):
+            stage = n % STAGES
+            mbarrier.wait(full.index(stage), (n // STAGES) & 1)
+            x = x_smem.index(stage * NUM_CONSUMERS + CONSUMER)
+            product = product_alone(x, weight_smem.index(stage).slice(0, HALF), product)
+            thread_barrier()
+            mbarrier.arrive(empty.index(stage))
+            total += product
+            n += 1
+        if first_token < num_tokens:
+            features = features_of(output, half_stride, STORE_N)
+            both = scaled(total, scales, first_token, features, num_tokens, None, num_tiles_n * BLOCK_N, 1, False)
+            gate, up = split_halves(both)
+            y = act_and_mul(gate, up, ACT_MUL)
+            tma_store_wait(0)
+            thread_barrier()
+            staging.index(2 * CONSUMER).store(y.to(staging.dtype))
+            hopper.fence_async_shared()
+            thread_barrier()
+            tma_store(y_desc, [first_token, output], staging.index(2 * CONSUMER))
+
+
+@gluon.jit
 def consume(
     pipeline, staging, y_desc, shape, scales, y_scale_ptr, tile_stride, half_stride, residual, epilogue,
-    CONSUMER: gl.constexpr, NUM_GROUPS: gl.constexpr, X_GROUPS: gl.constexpr, ACT_MUL: gl.constexpr,
-    HEAD_SIZE: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, STAGES: gl.constexpr,
+    HAS_HALVES: gl.constexpr, CONSUMER: gl.constexpr, NUM_GROUPS: gl.constexpr, X_GROUPS: gl.constexpr,
+    ACT_MUL: gl.constexpr, HEAD_SIZE: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     x_smem, weight_smem, full, empty = pipeline
-    num_tokens, num_tiles_n, num_steps = shape
+    num_tokens, num_tiles_n, num_steps, num_whole = shape
     num_features = num_tiles_n * BLOCK_N
     if HEAD_SIZE > 0:  # the last tile may lack its second unit
         num_features = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_SIZE
@@ -317,7 +401,7 @@ def consume(
     HALF: gl.constexpr = BLOCK_N // 2
     fp8_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 32])
     n = 0  # steps over all tiles
-    for tile in range(gl.program_id(0), num_tiles_m * num_tiles_n, gl.num_programs(0)):
+    for tile in range(gl.program_id(0), num_whole, gl.num_programs(0)):
         tile_m, tile_n = tile_coords(tile, num_tiles_m, num_tiles_n)
         first_token = (tile_m * NUM_CONSUMERS + CONSUMER) * CONSUMER_M
         if HEAD_SIZE > 0:
@@ -374,12 +458,13 @@ def consume(
         # The branch also keeps ptxas from moving the epilogue's arithmetic before the arrival.
         if first_token < num_tokens:
             if IS_FP8:
+                features = features_of(feature, 0, HALF)
                 left = scaled(
-                    total_1, scales, first_token, feature, num_tokens, bias_ptr, num_features, NUM_GROUPS, X_GROUPS
+                    total_1, scales, first_token, features, num_tokens, bias_ptr, num_features, NUM_GROUPS, X_GROUPS
                 )
-                feature += half_stride
+                features = features_of(feature + half_stride, 0, HALF)
                 right = scaled(
-                    total_2, scales, first_token, feature, num_tokens, bias_ptr, num_features, NUM_GROUPS, X_GROUPS
+                    total_2, scales, first_token, features, num_tokens, bias_ptr, num_features, NUM_GROUPS, X_GROUPS
                 )
                 if HEAD_SIZE > 0:
                     cos, sin = load_cos_sin(cos_sin_ptr, position, HEAD_SIZE)
@@ -396,24 +481,27 @@ def consume(
                 plain_epilogue(left, residual, where, column, CONSUMER)
                 plain_epilogue(right, residual, where, column + BLOCK_N // 2, CONSUMER)
             else:
-                z = sigmoid_argument(left, ACT_MUL)
-                y = left * fast_reciprocal(1.0 + gl.exp2(z * -LOG2_E)) * right
+                y = act_and_mul(left, right, ACT_MUL)
                 if y_scale_ptr is not None:
                     y = quantize_tokens(y, y_scale_ptr + tile_n * num_tokens, first_token, num_tokens)
                 y_1, y_2 = split_halves(y)
                 stage_output(staging, y_1, y_2, CONSUMER)
                 store_output(y_desc, staging, first_token, tile_n * (BLOCK_N // 2), CONSUMER)
+    if HAS_HALVES:
+        consume_half_tiles(n, pipeline, staging, y_desc, shape, scales, half_stride, CONSUMER, ACT_MUL, STAGES)
     tma_store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_tokens", "num_tiles_n", "num_steps"])
+@gluon.jit(do_not_specialize=["num_tokens", "num_tiles_n", "num_steps", "num_whole"])
 def prefill_gemm_kernel(
     x_desc,  # [M, C], in blocks of [CONSUMER_M, BLOCK_C], of 128 bytes a row
     weight_desc,  # [N, C], [BLOCK_N / 2, BLOCK_C]
+    half_desc,  # likewise, [BLOCK_N / 4, BLOCK_C], for half tiles, with ACT_MUL and e4m3; or None: all are whole
     y_desc,  # [M, I], with HEAD_SIZE q [M, H * D], [CONSUMER_M, STORE_N]; written here
     num_tokens,
     num_tiles_n,
     num_steps,
+    num_whole,  # tiles; those behind are two half tiles each
     tile_stride,  # output features from one tile to the next
     half_stride,  # and from the first half of a tile to the second
     x_scale_ptr,  # fp32 [M], with X_GROUPS [C / 128, M]; only with e4m3
@@ -458,7 +546,8 @@ def prefill_gemm_kernel(
         gdc_wait()
 
     pipeline = (x_smem, weight_smem, full, empty)
-    shape = (num_tokens, num_tiles_n, num_steps)
+    shape = (num_tokens, num_tiles_n, num_steps, num_whole)
+    HAS_HALVES: gl.constexpr = half_desc is not None
     scales = (x_scale_ptr, weight_scale_ptr)
     residual = (residual_ptr, residual_stride)
     epilogue = (
@@ -471,13 +560,13 @@ def prefill_gemm_kernel(
         [
             (consume, (
                 pipeline, staging, y_desc, shape, scales, y_scale_ptr, tile_stride, half_stride, residual, epilogue,
-                ZERO, NUM_GROUPS, X_GROUPS, ACT_MUL, HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, STAGES,
+                HAS_HALVES, ZERO, NUM_GROUPS, X_GROUPS, ACT_MUL, HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, STAGES,
             )),
             (consume, (
                 pipeline, staging, y_desc, shape, scales, y_scale_ptr, tile_stride, half_stride, residual, epilogue,
-                ONE, NUM_GROUPS, X_GROUPS, ACT_MUL, HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, STAGES,
+                HAS_HALVES, ONE, NUM_GROUPS, X_GROUPS, ACT_MUL, HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, STAGES,
             )),
-            (produce, (pipeline, x_desc, weight_desc, shape, tile_stride, half_stride, STAGES)),
+            (produce, (pipeline, x_desc, weight_desc, half_desc, shape, tile_stride, half_stride, STAGES)),
         ],
         [4, 1],
         [232, 40],
@@ -533,6 +622,12 @@ def fills_at_most_half(num_tokens, weight):
     return 2 * num_tiles <= num_sms(weight.data.device)
 
 
+def num_whole_tiles(num_tiles, num_programs):
+    """Tiles that are not cut in two: all, unless halves of the last ones take one wave, of half the time."""
+    num_last = num_tiles % num_programs
+    return num_tiles - num_last if 2 * num_last <= num_programs else num_tiles
+
+
 def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None, residual=None, quantized=False):
     """act_and_mul(x W^T), [M, I], of Tokens and a Weight, with intermediate results in fp32, where `supports`.
 
@@ -552,15 +647,19 @@ def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None, residual=Non
     half_n, num_tiles_n = BLOCK_N.value // 2, triton.cdiv(num_features, BLOCK_N.value)
     num_outputs = num_heads * head_size if epilogue else num_features // 2 if act_mul else num_features
     block_c = LINE_BYTES.value // x.element_size()
+    num_programs, num_tiles = num_sms(x.device), triton.cdiv(num_tokens, BLOCK_M.value) * num_tiles_n
+    num_whole, half_desc = num_tiles, None
+    if act_mul and x_scale is not None and x_scale.dim() == weight_scale.shape[1] == 1 and not quantized:
+        num_whole, half_desc = num_whole_tiles(num_tiles, num_programs), _descriptor(weight, half_n // 2, block_c)
     y, y_scale = residual, None
     if residual is None:
         y = torch.empty((num_tokens, num_outputs), dtype=E4M3 if quantized else dtype, device=x.device)
     if quantized:
         y_scale = torch.empty((num_outputs // half_n, num_tokens), dtype=torch.float32, device=x.device)
     launch(
-        prefill_gemm_kernel, (min(num_sms(x.device), triton.cdiv(num_tokens, BLOCK_M.value) * num_tiles_n),),
-        _descriptor(x, CONSUMER_M.value, block_c), _descriptor(weight, half_n, block_c),
-        _descriptor(y, CONSUMER_M.value, STORE_N.value), num_tokens, num_tiles_n, num_channels // block_c,
+        prefill_gemm_kernel, (min(num_programs, 2 * num_tiles - num_whole),),
+        _descriptor(x, CONSUMER_M.value, block_c), _descriptor(weight, half_n, block_c), half_desc,
+        _descriptor(y, CONSUMER_M.value, STORE_N.value), num_tokens, num_tiles_n, num_channels // block_c, num_whole,
         half_n if act_mul else BLOCK_N.value, num_features // 2 if act_mul else half_n,
         x_scale, weight_scale, y_scale, residual, None if residual is None else residual.stride(0), bias,
         *epilogue_args, kv_scale,
