@@ -1,14 +1,16 @@
 """When waiting sequences may enter. Owns no sequence: it counts, and the scheduler asks.
 
-Two rules besides "first come, first served": a few free request slots are left empty for a while, and where many
-sequences run, nobody is admitted to KV blocks that they are sure to need. Either is a matter of speed.
+Three rules besides "first come, first served": a few free request slots are left empty for a while; where many
+sequences run, nobody is admitted to KV blocks that they are sure to need; and many sequences that generate equally many
+tokens enter in cohorts. Each is a matter of speed.
 """
 
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from nanovllm.core import Sequence
+from nanovllm.core import Sequence, SequenceStatus
 
 if TYPE_CHECKING:
     from nanovllm.engine.scheduler import Scheduler
@@ -16,14 +18,23 @@ if TYPE_CHECKING:
 MAX_WAIT_STEPS = 64  # decode steps that a free request slot waits for others
 # Running sequences from which on more of them make a step longer by as much as they give. With fewer they share the
 # reading of the weights, which is worth being preempted and recomputed.
-MANY_SEQS = 256
+MANY_SEQS = 128
+NUM_COHORTS = 8
+MAX_SEQS = 512  # in cohorts. Beyond, a step takes longer by as much as more of them give (8B in FP8 on an H100)
+MAX_STEPS = 0.9  # with cohorts, of those without: a step with more sequences is longer
+MAX_LOOKED_AT = 1024  # waiting sequences
+NUM_INTERVALS = 16
+NOBODY = (-1, 0)
 
 
 class Admission:
     def __init__(self, scheduler: "Scheduler"):
-        self._scheduler, self._table = scheduler, scheduler.table
+        self._scheduler, self._table, self._running = scheduler, scheduler.table, scheduler.running
         self.missed_tokens = 0  # of free request slots, in the decode steps since the last prefill
-        self._num_reserved: int | None = None  # blocks; None where few run
+        self.num_expected = 0  # sequences of the call that begins; they are queued a window at a time
+        self._cohorts: Cohorts | None = None
+        self._needs: Needs | None = None  # of those that run and are admitted; None where few run
+        self._asked = NOBODY  # since the last prefill: the last sequence that was to enter, and the free request slots
 
     def waits(self) -> bool:
         """Whether to leave the few free request slots empty for now, because more sequences wait than they can take.
@@ -32,11 +43,13 @@ class Admission:
         free since the last one have missed a full step's tokens, ``max_num_seqs``. Where slots become free at a
         constant rate, this is the cheapest interval (the economic order quantity; figures: docs/experiments.md). A step
         counts some tokens at least, so that no slot waits for long where no other comes.
+
+        Also true while the next cohort must wait, and where the first in the queue was refused and nobody has left.
         """
-        table, waiting = self._table, self._scheduler.waiting
-        is_half_computed = waiting[0].req_idx >= 0
-        few_are_free = 0 < len(table.free_req_indices) < len(waiting)
-        return few_are_free and not is_half_computed and self.missed_tokens < len(table.seq_id)
+        waiting, num_free = self._scheduler.waiting, len(self._table.free_req_indices)
+        few_are_free = 0 < num_free < len(waiting) and self.missed_tokens < len(self._table.seq_id)
+        must_wait = self._are_full() if self._cohorts else self._asked == (waiting[0].seq_id, num_free)
+        return (few_are_free or must_wait) and waiting[0].req_idx < 0  # else it is half computed
 
     def decodes(self) -> None:
         """A decode step is scheduled."""
@@ -44,29 +57,128 @@ class Admission:
 
     def prefills(self) -> None:
         """A prefill is scheduled. With slots left, it was tokens or blocks that ran out: more follow at once."""
-        self.missed_tokens = len(self._table.seq_id) if self._table.free_req_indices else 0
+        self._asked, self.missed_tokens = NOBODY, len(self._table.seq_id) if self._table.free_req_indices else 0
 
     def begin(self) -> None:
         """A prefill is being formed."""
-        self._num_reserved = self._reserved_by_running() if len(self._scheduler.running) >= MANY_SEQS else None
+        self._needs = self._plan() if self._cohorts or max(len(self._running), self.num_expected) >= MANY_SEQS else None
 
     def reserve(self, seq: Sequence) -> int:
         """Reserve the blocks that a sequence will need; returns the blocks to leave for others when it is admitted."""
-        if self._num_reserved is None:
-            return 0
-        num_tokens = min(seq.min_num_tokens, self._table.tokens.shape[1]) - 1  # the last one is not computed
-        self._num_reserved += max(-(-num_tokens // seq.block_size) - seq.num_blocks, 0)
-        return self._num_reserved
+        self._asked = (seq.seq_id, len(self._table.free_req_indices))
+        return self._needs.add(seq) if self._needs else 0
 
-    def _reserved_by_running(self) -> int:
-        """Compute the peak number of blocks that running sequences will take, as far as their lengths are known.
+    def _plan(self) -> "Needs | None":
+        """Choose the cohorts of a call that begins, and count the needs of many running sequences."""
+        if len(self._table.free_req_indices) == len(self._table.seq_id):  # nobody runs or is half computed
+            is_large = self.num_expected >= MANY_SEQS
+            self._cohorts = plan_cohorts(self._scheduler, self.num_expected) if is_large else None
+        self.num_expected = 0
+        reserves = self._cohorts is not None or len(self._running) >= MANY_SEQS
+        return Needs(self._scheduler, self._cohorts) if reserves else None
 
-        Blocks of sequences that are done by then do not count. Of many times some are looked at.
-        """
-        table, size, running = self._table, self._scheduler.block_size, self._scheduler.running_req_indices
-        lengths = table.num_scheduled[running] - 1
+    def _are_full(self) -> bool:
+        """Whether all have entered that may by now. A sequence of another length ends the cohorts."""
+        assert self._cohorts is not None
+        if growth(self._scheduler.waiting[0], self._table.tokens.shape[1]) != self._cohorts.growth:
+            self._cohorts = None
+            return False
+        return self._cohorts.num_seats() <= len(self._table.seq_id) - len(self._table.free_req_indices)
+
+
+def growth(seq: Sequence, max_model_len: int) -> int:
+    """Tokens that it is sure to generate from now on."""
+    return min(seq.min_num_tokens, max_model_len) - seq.num_tokens
+
+
+class Cohorts(NamedTuple):
+    """How sequences that generate equally many tokens enter, where the KV cache does not hold all of them.
+
+    If as many as it holds to their end entered together, they would end together, and until then it would be half empty
+    on average. So an eighth of those that are to run enter together, and the next eighth when these have come an eighth
+    of their way. More sequences share a step; and when a cohort ends, the next one takes its blocks.
+    """
+
+    size: int  # sequences
+    growth: int  # tokens that each generates
+    first: Sequence  # of the first cohort
+
+    def num_seats(self) -> int:
+        """Sequences that may run by now: all, if the first one was aborted."""
+        is_done = self.first.status is SequenceStatus.FINISHED
+        num_tokens = self.growth if is_done else self.first.num_completion_tokens
+        return self.size * min(NUM_COHORTS, 1 + num_tokens * NUM_COHORTS // self.growth)
+
+
+def plan_cohorts(scheduler: "Scheduler", num_seqs: int) -> Cohorts | None:
+    """Choose the cohorts of a call with ``num_seqs`` sequences; some wait, and none runs.
+
+    None where cohorts would save too few decode steps. Sequences of different or unknown lengths end one by one anyway,
+    and those that share a prefix take fewer blocks than their lengths say.
+    """
+    seqs = list(islice(scheduler.waiting, MAX_LOOKED_AT))
+    growths = {growth(seq, scheduler.table.tokens.shape[1]) for seq in seqs}
+    tokens = max(growths, default=0)
+    if tokens < NUM_COHORTS or len(growths) > 1 or any(seq.min_num_tokens < seq.max_num_tokens for seq in seqs):
+        return None
+    if len({seq.block(0).tobytes() for seq in seqs}) < len(seqs):
+        return None
+    ages = tokens * np.arange(1, NUM_COHORTS + 1) // NUM_COHORTS + 1  # of the cohorts, at most, when one of them ends
+    num_prompt_tokens, block_size = sum(seq.num_tokens for seq in seqs) // len(seqs), scheduler.block_size
+    num_blocks, num_slots = scheduler.block_manager.num_available, len(scheduler.table.seq_id)
+    size = num_blocks // int((-(-(num_prompt_tokens + ages) // block_size)).sum())
+    size = min(size, min(num_slots, MAX_SEQS) // NUM_COHORTS)
+    if size * NUM_COHORTS < MANY_SEQS:
+        return None
+    num_at_once = min(num_blocks // -(-(num_prompt_tokens + tokens - 1) // block_size), num_slots)
+    num_periods = -(-num_seqs // size) + NUM_COHORTS - 1  # of tokens / NUM_COHORTS steps
+    saves_steps = num_periods < MAX_STEPS * NUM_COHORTS * -(-num_seqs // num_at_once)
+    return Cohorts(size, tokens, seqs[0]) if saves_steps else None
+
+
+class Needs:
+    """Blocks that sequences will take, as far as their lengths are known; and the seats of cohorts.
+
+    Time is in decode steps from now, in intervals that end when some sequence does; of many such times some are taken.
+    In an interval a sequence counts if it lasts till its begin, with as many blocks as it has at its end.
+    """
+
+    def __init__(self, scheduler: "Scheduler", cohorts: Cohorts | None):
+        table, running = scheduler.table, scheduler.running_req_indices
+        self._block_manager, self._size = scheduler.block_manager, scheduler.block_size
+        self._max_model_len = table.tokens.shape[1]
+        self._seats = cohorts.num_seats() - len(running) if cohorts else len(table.seq_id)
+        lengths = table.num_scheduled[running] - 1  # of which keys and values are stored
         left = np.maximum(table.min_tokens[running] - 1 - lengths, 0)
-        steps = np.unique(left)[::-1, None]  # until one of them is done
-        steps = steps[:: len(steps) // 16 + 1]
-        taken = np.where(left >= steps, -(-(lengths + steps) // size), 0) - -(-lengths // size)
-        return int(taken.sum(1).max(initial=0))
+        ends = np.unique(left)
+        stride = len(ends) // NUM_INTERVALS + 1
+        self._ends = np.append(ends[stride - 1 :: stride], self._max_model_len)
+        self._begins = np.append(0, self._ends[:-1] + 1)
+        self._added: list[Sequence] = []  # and not yet counted
+        self._blocks = np.zeros(len(self._ends), int)  # more than now
+        self._count(lengths, left)
+
+    def _count(self, lengths: np.ndarray, left: np.ndarray) -> None:
+        """Count sequences of these lengths, in tokens, and steps left. After its end one gives its blocks back."""
+        lengths, left = lengths[:, None], left[:, None]
+        at_end = -(-(lengths + np.minimum(left, self._ends)) // self._size)
+        self._blocks += (np.where(left >= self._begins, at_end, 0) - -(-lengths // self._size)).sum(0)
+        self._peak = max(int(self._blocks.max()), 0)
+
+    def add(self, seq: Sequence) -> int:
+        """Add a sequence; returns the blocks that must be left when it has blocks for its tokens."""
+        self._seats -= 1
+        if self._seats < 0:
+            return len(self._block_manager.blocks)
+        num_blocks, final = seq.num_blocks, -(-self._final_length(seq) // self._size)
+        self._added.append(seq)
+        self._peak += max(final - num_blocks, 0)  # at most: others may have ended by then
+        if num_blocks + self._peak > self._block_manager.num_available:
+            lengths = np.array([seq.num_tokens for seq in self._added])
+            self._count(lengths, np.maximum([self._final_length(seq) for seq in self._added] - lengths, 0))
+            self._added.clear()
+        return self._peak
+
+    def _final_length(self, seq: Sequence) -> int:
+        """Tokens whose keys and values are stored in the end: the last one's are not."""
+        return min(seq.min_num_tokens, self._max_model_len) - 1

@@ -80,6 +80,7 @@ def run(engine: "LLMEngine", known: list["Request"],
     try:
         with Guard(engine):
             engine._register(known, caller)
+            engine.scheduler.admission.num_expected = sum(request.params.n for request in known)
         known.reverse()
         in_turn = (known.pop() for _ in range(len(known)))
         feed = chain((request for request in in_turn if request.request_id in caller.unfinished), more)
@@ -102,8 +103,7 @@ def run(engine: "LLMEngine", known: list["Request"],
 
 
 def taken(requests: Iterator["Request | None"], num_seqs: int) -> tuple[list["Request"], bool]:
-    """The next requests, until they have this number of sequences or one is not ready; and whether there are no more.
-    """
+    """The next requests, until they have this number of sequences or one is not ready; and whether these are all."""
     found: list[Request] = []
     for request in requests:
         if request is not None:

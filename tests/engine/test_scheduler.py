@@ -584,6 +584,12 @@ KINDS |= {"drafts": (st.none(), wider, methods)} if SPECULATES else {}
 KINDS |= {"copies": (st.none(), limits, st.none())} if CopyingBlockManager else {}
 
 
+def some_cohorts(scheduler, num_seqs):
+    """Of one sequence, for all that generate as much as the first in the queue."""
+    first = next(iter(scheduler.waiting), None)
+    return first and admission.Cohorts(1, max(1, admission.growth(first, scheduler.table.tokens.shape[1])), first)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("max_in_flight", [0, 1])
 def test_random_histories(max_in_flight, kind):
@@ -606,6 +612,9 @@ def test_random_histories(max_in_flight, kind):
         harness = Harness(max_in_flight, caching, *limits, graphs, rows, method, min_copied_tokens)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(admission, "MANY_SEQS", 1 if len(arrivals) % 2 else 256)
+            if len(arrivals) % 3 == 0:
+                patch.setattr(admission, "plan_cohorts", some_cohorts)
+                harness.scheduler.admission.num_expected = 256
             play(harness, arrivals)
             harness.run_to_end()
         seqs = harness.outputs.values()
