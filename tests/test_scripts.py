@@ -149,7 +149,7 @@ def test_published_rows(capsys):
     assert everything.max_num_seqs is None and rows.keys().isdisjoint(everything.workload)
     for name, (num_in, num_out) in rows.items():
         workload = bench.WORKLOADS[name](8)
-        assert workload.name == name and len(workload.prompts) > 80 and not workload.counts_prompts
+        assert workload.name == name and len(workload.prompts) > 16 and not workload.counts_prompts
         assert {*map(len, workload.prompts)} == {num_in // 8} and {*workload.max_tokens} == {num_out // 8}
         assert len({*map(tuple, workload.prompts)}) == len(workload.prompts)
     bench.main(["--workload", "published-500-2000", "--scale", "64", "--device", "cpu"])
