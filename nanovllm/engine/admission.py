@@ -154,7 +154,7 @@ class Needs:
         stride = len(ends) // NUM_INTERVALS + 1
         self._ends = np.append(ends[stride - 1 :: stride], self._max_model_len)
         self._begins = np.append(0, self._ends[:-1] + 1)
-        self._added: list[Sequence] = []  # and not yet counted
+        self._added: list[tuple[int, int]] = []  # lengths and steps left, not yet counted
         self._blocks = np.zeros(len(self._ends), int)  # more than now
         self._count(lengths, left)
 
@@ -170,15 +170,11 @@ class Needs:
         self._seats -= 1
         if self._seats < 0:
             return len(self._block_manager.blocks)
-        num_blocks, final = seq.num_blocks, -(-self._final_length(seq) // self._size)
-        self._added.append(seq)
-        self._peak += max(final - num_blocks, 0)  # at most: others may have ended by then
+        length, left = seq.num_tokens, max(growth(seq, self._max_model_len) - 1, 0)  # the last token is never stored
+        num_blocks = -(-length // self._size)
+        self._added.append((length, left))
+        self._peak += -(-(length + left) // self._size) - num_blocks  # at most: others may have ended by then
         if num_blocks + self._peak > self._block_manager.num_available:
-            lengths = np.array([seq.num_tokens for seq in self._added])
-            self._count(lengths, np.maximum([self._final_length(seq) for seq in self._added] - lengths, 0))
+            self._count(*np.array(self._added).T)
             self._added.clear()
         return self._peak
-
-    def _final_length(self, seq: Sequence) -> int:
-        """Tokens whose keys and values are stored in the end: the last one's are not."""
-        return min(seq.min_num_tokens, self._max_model_len) - 1
