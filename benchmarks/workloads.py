@@ -318,10 +318,12 @@ def _line(seed: int) -> Any:
 
 GENERATION = headline, single, prefill, sharedprefix, batch32, batch256, short, prefillshort
 # The table that TensorRT-LLM publishes of offline runs (performance overview: Llama-3.1-8B with FP8 weights and KV
-# cache, 1,500 to 30,000 requests): tokens in and out -> requests of ours, as many as take a few minutes.
+# cache, 1,500 to 30,000 requests): tokens in and out -> requests of ours, as many as take a few minutes. The last two
+# rows are of its table of gpt-oss.
 PUBLISHED = {
     (128, 128): 3000, (128, 2048): 3000, (500, 2000): 3000, (1000, 1000): 3000, (2048, 128): 2000, (2048, 2048): 1500,
-    (128, 4096): 1500, (1000, 2000): 1500, (5000, 500): 1000, (20000, 2000): 141,
+    (128, 4096): 1500, (1000, 2000): 1500, (5000, 500): 1000, (20000, 2000): 141, (8192, 1024): 300,
+    (1024, 8192): 400,
 }  # fmt: skip
 # Options of these runs; see "How many sequences at once" in docs/guide.md. 16,896 tokens: a tile of 128 for each of 132
 # SMs.

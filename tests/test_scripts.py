@@ -139,7 +139,7 @@ def test_bench_of_transformers(capsys):
 def test_published_rows(capsys):
     """TensorRT-LLM's table: the requests of a row have equal lengths; options are its own, or what one asks for."""
     lengths = ((128, 128), (128, 2048), (500, 2000), (1000, 1000), (2048, 128), (2048, 2048), (128, 4096), (1000, 2000),
-               (5000, 500), (20000, 2000))  # fmt: skip
+               (5000, 500), (20000, 2000), (8192, 1024), (1024, 8192))  # fmt: skip
     rows = {f"published-{i}-{o}": (i, o) for i, o in lengths}
     args = bench.parse_args(["--workload", "published", "single", "published-128-128"])
     assert (args.workload, args.max_num_seqs) == ([*rows, "single"], 1024)

@@ -52,7 +52,6 @@ ITEM_FIELDS = gl.constexpr(5)
 ITEM_STAGES = gl.constexpr(2)
 
 
-
 @gluon.jit
 def key_tiles(p0, token0, q_begin, q_end, WINDOW: gl.constexpr, GQA_GROUP: gl.constexpr, BLOCK_N: gl.constexpr):
     """(last key tile, number of key tiles) of a work item, p0 the position of its row 0."""
