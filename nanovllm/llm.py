@@ -50,8 +50,8 @@ class LLM(
         """
         with Guard(self):
             self._require_ready()
-            k = min(k, self.config.model_config.vocab_size)
             params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=k, detokenize=False)
+            params.logprobs = min(k, self.config.model_config.vocab_size)
             encoded = self._inputs.encode(as_prompts(prompts), 0, params)
             requests = self._inputs.make_all(encoded, params, is_checked=True)
             return collect(self, requests, Request.output)

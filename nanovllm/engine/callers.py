@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
-from nanovllm.engine.guard import Guard
+from nanovllm.engine.guard import Guard, abandon
 from nanovllm.engine.progress import Progress
 from nanovllm.errors import EngineError
 
@@ -99,7 +99,7 @@ def run(engine: "LLMEngine", known: list["Request"],
                 num_tokens = 0 if caller.finished or caller.is_dropped else engine._advance()
             yield num_tokens, caller.take() if caller.finished or caller.is_dropped else []
     finally:
-        engine._abandon(caller)
+        abandon(engine, list(caller.unfinished.values()))
 
 
 def taken(requests: Iterator["Request | None"], num_seqs: int) -> tuple[list["Request"], bool]:

@@ -95,10 +95,11 @@ class Checks:
         max_model_len, block_size = self.config.max_model_len, self.config.kvcache_block_size
         num_blocks = self._num_blocks
         has_lm_head = is_computed or self.config.model_config.has_lm_head
+        longest = max_model_len if params.max_tokens == 0 else max_model_len - 1
         if params.truncate_prompt_tokens is not None:
-            keep = max_model_len - 1 if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
+            keep = longest if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
             ids = ids[-keep:]
-        n, longest = len(ids), max_model_len if params.max_tokens == 0 else max_model_len - 1
+        n = len(ids)
         if params.max_tokens is None:
             params = params.snapshot()
             params.max_tokens = max(min(max_model_len, num_blocks * block_size + 1) - n, params.min_tokens, 1)

@@ -6,7 +6,7 @@ from time import monotonic
 from typing import Any
 
 from nanovllm.engine.callers import Caller
-from nanovllm.engine.guard import Guard
+from nanovllm.engine.guard import Guard, abandon
 from nanovllm.engine.request import Request
 from nanovllm.engine.stream import DeltaStream
 from nanovllm.errors import EngineError
@@ -44,21 +44,20 @@ class RequestFuture(Future[RequestOutput]):
         return super().exception(0)
 
     def cancel(self) -> bool:
-        """Abort the request, whose ``result`` raises CancelledError then; False if it is finished. A step of another
-        thread ends first.
+        """Abort the request, whose ``result`` raises CancelledError then; False if it is finished.
+
+        Any thread may call it; a step that another thread takes goes on, and still computes the request.
         """
         engine = self._engine()
         if engine is None or not engine._finalizer.alive:
             return super().cancel()
-        with engine._lock:
-            engine._token_processors.require_outside()
-            if self.done() or self._request.num_unfinished == 0:
-                return self.cancelled()
-            caller: Any = self._request.caller
-            caller.futures.pop(self.request_id)
-            engine.abort(self.request_id)
-            super().cancel()
-            self.set_running_or_notify_cancel()
+        engine._token_processors.require_outside()
+        caller: Any = self._request.caller
+        if self._request.num_unfinished == 0 or caller.futures.pop(self.request_id, None) is None:
+            return self.cancelled()
+        super().cancel()
+        self.set_running_or_notify_cancel()
+        abandon(engine, [self._request])
         return True
 
     def running(self) -> bool:
@@ -101,7 +100,7 @@ class Submitted(Caller):
 
     def __init__(self) -> None:
         super().__init__()
-        self.futures: dict[int, RequestFuture] = {}  # by request id
+        self.futures: dict[int, RequestFuture] = {}  # by request id; who takes one out resolves it
 
     def between_steps(self, is_idle: bool) -> None:
         """Resolve the futures of finished requests whose text is there, in their order; when idle wait for the text."""
@@ -110,7 +109,9 @@ class Submitted(Caller):
 
     def resolve(self, request: Request) -> None:
         """Give a finished request's future its output."""
-        future = self.futures.pop(request.request_id)
+        future = self.futures.pop(request.request_id, None)
+        if future is None:  # cancelled
+            return
         try:
             future.set_result(request.output())
         except (KeyboardInterrupt, SystemExit):

@@ -1,11 +1,12 @@
 """The lock of the engine's public methods, and the clean-up after an error or Ctrl-C in one of them.
 
-Every public method passes it, so that what stands behind need not know of threads, interrupts or the garbage collector.
+What makes, runs or aborts requests passes it, so that the code behind it need not know of threads, interrupts or the
+garbage collector. Any thread may abandon requests, and a finalizer may in the middle of a step: its end aborts them.
 """
 
 import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from nanovllm.errors import EngineError
@@ -34,8 +35,7 @@ class Guard:
         if self._engine is not None:
             self._engine._require_running()
             self._engine._token_processors.require_outside()
-            if not self._engine._lock.acquire(blocking=False):
-                raise EngineError("this engine is in use by another thread; give each thread an LLM of its own.")
+            acquire(self._engine)
         thresholds = gc.get_threshold()
         if thresholds[2] != NO_GC:  # else an outer one, or another engine's thread, set it and will restore it
             self._thresholds = thresholds
@@ -48,15 +48,55 @@ class Guard:
             self._engine._lock.release()
 
 
+def acquire(engine: Any) -> None:
+    """Take the engine's lock; raises EngineError where another thread uses the engine."""
+    if not engine._lock.acquire(blocking=False):
+        with engine._aborting:  # not while another thread has the lock to abort requests
+            if not engine._lock.acquire(blocking=False):
+                raise EngineError("this engine is in use by another thread; give each thread an LLM of its own.")
+
+
 def all_or_nothing(method: F) -> F:
-    """For a method of an engine that an error or an interrupt may leave half done: all requests are dropped then."""
+    """For a method of an engine that an error or an interrupt may leave half done: all requests are dropped then.
+
+    Requests that are abandoned meanwhile are aborted at its end.
+    """
 
     @functools.wraps(method)
     def guarded(engine: Any, *args: Any) -> Any:
+        is_inner = engine._is_changing
         try:
+            engine._is_changing = True
             return method(engine, *args)
         except BaseException:
             engine._drop_all()
             raise
+        finally:
+            engine._is_changing = is_inner
+            if engine._abandoned and not is_inner:
+                _abort_abandoned(engine)
 
     return guarded  # type: ignore[return-value]
+
+
+def abandon(engine: Any, requests: Iterable[Any]) -> None:
+    """Abort the unfinished ones of some requests: now, or at the end of the step that this or another thread takes.
+
+    Any thread may call it, and a finalizer between any two instructions. It waits for no step.
+    """
+    engine._abandoned.extend(requests)
+    with engine._aborting:
+        if engine._lock.acquire(blocking=False):
+            try:
+                if not engine._is_changing:
+                    _abort_abandoned(engine)
+            finally:
+                engine._lock.release()
+
+
+@all_or_nothing
+def _abort_abandoned(engine: Any) -> None:
+    while engine._abandoned:
+        request = engine._abandoned.popleft()
+        if request.request_id in request.caller.unfinished and engine._finalizer.alive:
+            engine._abort(request)

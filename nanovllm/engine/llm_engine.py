@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.config import Config
 from nanovllm.core import Batch
 from nanovllm.engine.callers import DROPPED, Caller, collect
-from nanovllm.engine.guard import Guard, all_or_nothing
+from nanovllm.engine.guard import Guard, acquire, all_or_nothing
 from nanovllm.engine.input_processor import InputProcessor, Params
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.request import Request
@@ -81,6 +81,9 @@ class LLMEngine:
         self._added = Caller(detokenize=False)  # by add_request
         self._callers: list[Caller] = []  # that want to be called between steps
         self._lock = RLock()  # of the thread that uses the engine; see ``Guard``
+        self._aborting = RLock()  # of the thread that aborts abandoned requests
+        self._is_changing = False  # by a method that is ``all_or_nothing``
+        self._abandoned: deque[Request] = deque()  # to be aborted when no such method runs
         self._owner = os.getpid()
         self._why_shut_down = ""
 
@@ -93,9 +96,13 @@ class LLMEngine:
         self.exit()
 
     def exit(self) -> None:
-        """Free the device's memory; may be called again."""
+        """Free the device's memory; may be called again. Raises EngineError while another thread's call runs."""
         self._token_processors.require_outside()
-        self._finalizer()
+        acquire(self)
+        try:
+            self._finalizer()
+        finally:
+            self._lock.release()
 
     def _require_running(self) -> None:
         if not self._finalizer.alive:
@@ -180,12 +187,12 @@ class LLMEngine:
             completion, if a request has several), and the number of tokens processed: positive for a prefill, negative
             for a decode step.
         """
-        try:
-            with Guard(self):
+        with Guard(self):
+            try:
                 num_tokens = self._advance()
-        except BaseException:
-            self._added.is_dropped = False  # their caller learns it now
-            raise
+            except BaseException:
+                self._added.is_dropped = False  # their caller learns it now
+                raise
         finished = [(request.request_id, request.completions[0].token_ids) for request in self._added.take()]
         return finished, num_tokens
 
@@ -248,13 +255,6 @@ class LLMEngine:
             for seq in self._outputs.queued(request):
                 self.scheduler.add(seq)
 
-    def _abandon(self, caller: Caller) -> None:
-        """Abort the caller's unfinished requests. May run from a generator's finalizer, in any thread."""
-        with self._lock:
-            if self._finalizer.alive:
-                for request in list(caller.unfinished.values()):
-                    self._abort(request)
-
     def _drop_all(self) -> None:
         """Drop everything that is queued, running or in flight.
 
@@ -265,11 +265,13 @@ class LLMEngine:
         if self.config.tensor_parallel_size > 1 and self._finalizer.alive:
             self._why_shut_down = ", because a run on several ranks was interrupted or a rank failed"
             self.exit()
-        if self._finalizer.alive:
-            self.scheduler.clear()
-            self.model_runner.reset()
-        for request in dropped:
-            request.caller.refuse(request, DROPPED)
+        try:
+            if self._finalizer.alive:
+                self.scheduler.clear()
+                self.model_runner.reset()
+        finally:  # a lost device raises
+            for request in dropped:
+                request.caller.refuse(request, DROPPED)
 
 
 def _shut_down(runner: "ModelRunner", tokenizer: AsyncTokenizer) -> None:

@@ -195,9 +195,8 @@ class Scheduler:
             self._is_stop_token[list(seq.sampling_params.stop_token_ids)] = True
         self.table.add(seq)
         self._seqs[seq.req_idx] = seq
-        if seq.num_completion_tokens == 0:
-            seq.num_cached_tokens = seq.num_computed_tokens
         if not seq.entered_at:
+            seq.num_cached_tokens = seq.num_computed_tokens
             self.metrics.entered(seq, is_first=seq.seq_id == seq.group_id)
         seq.status = SequenceStatus.RUNNING
 

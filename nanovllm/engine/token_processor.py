@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm.config import Config
-from nanovllm.core import Sequence, SequenceStatus
+from nanovllm.core import Sequence
 from nanovllm.engine.repetition import REPETITION_DETECTED, RepetitionDetector
 from nanovllm.engine.structured_outputs.token_masks import BadWords, Grammar, GrammarCompiler, mask_of, mask_of_all
 from nanovllm.engine.text.detokenizer import special_tokens
@@ -106,7 +106,7 @@ class TokenProcessor:
     def process_logits(self, logits: Any) -> bool:
         """Call the logits processors on a tensor f32 [V], in place. False if one raises, which ends the sequence."""
         error = error_of(self._call_functions, logits)
-        if error is None or self.seq.status is SequenceStatus.FINISHED:  # one has closed the stream that it is part of
+        if error is None:
             return True
         hint = CALLED_WITH if isinstance(error, (TypeError, AttributeError)) else ""
         self.fail(error, "a logits processor failed", hint)

@@ -145,9 +145,7 @@ class ModelRunner:
     def run_model(self, batch: Batch) -> None:
         """Launch the forward pass on this rank: one copy of the changes, then the model."""
         arrays = self.prepare(batch)
-        for launcher in self.launchers:
-            if launcher.takes(batch, arrays):
-                break
+        launcher = next(each for each in self.launchers if each.takes(batch, arrays))
         tensors = to_device(arrays, self.device)
         if tensors:
             self.write(batch, tensors)

@@ -1,5 +1,7 @@
 """The whole engine against transformers: limits, calls beside each other, threads. Every way: ``test_ways.py``."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -79,6 +81,79 @@ def test_two_threads(make_llm, reference):
     refused = "this engine is in use by another thread; give each thread an LLM of its own."
     assert len(outcomes) == 120 and set(outcomes) == {True, refused}
     assert llm.is_finished()
+
+
+def test_what_may_not_be_done_beside_another_threads_call(make_llm):
+    """``exit`` took the model from under it; a refused ``step`` lost the news that requests were dropped."""
+    llm, refused = make_llm(), "in use by another thread"
+    llm.add_request([5, 6], greedy(3))
+    forward = llm.model_runner.forward
+    llm.model_runner.forward = lambda batch: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        llm.generate([[5, 6]], greedy(3), use_tqdm=False)
+    llm.model_runner.forward = forward
+
+    def beside(method):
+        def inside(batch):
+            with ThreadPoolExecutor(1) as pool, pytest.raises(EngineError, match=refused):
+                pool.submit(method).result()
+            return forward(batch)
+
+        llm.model_runner.forward = inside
+        llm.generate([[5, 6]], greedy(1), use_tqdm=False)
+        llm.model_runner.forward = forward
+
+    beside(llm.exit)
+    beside(llm.step)
+    assert not llm.is_finished()
+    with pytest.raises(EngineError, match="dropped"):
+        llm.step()
+    assert llm.is_finished()
+
+
+@pytest.mark.parametrize("where", ["_admit", "_growing"])
+def test_a_stream_that_is_collected_within_the_scheduler(make_llm, reference, where):
+    """Its requests left amid ``schedule``, which went on with them: IndexErrors, and all requests were dropped."""
+    llm = make_llm(max_num_seqs=4, num_kvcache_blocks=64)
+    scheduler, stream = llm.scheduler, llm.stream([prompt_of(9, seed=i) for i in range(12)], greedy(40))
+    next(stream)
+    prompts = [prompt_of(3, seed=i) for i in range(6)]
+    ids = [llm.add_request(prompt, greedy(6)) for prompt in prompts]
+    method, streams = getattr(scheduler, where), [stream]
+    del stream
+
+    def interrupted(*args):
+        result = method(*args)
+        if where == "_admit" or (result is not None and ((result[1] - 1) % llm.config.kvcache_block_size == 0).any()):
+            streams.clear()  # the last reference; some sequence is about to take a block
+        return result
+
+    setattr(scheduler, where, interrupted)
+    done = finish(llm)
+    assert not streams and [done[i] for i in ids] == [reference(prompt, 6) for prompt in prompts]
+    check_is_empty(llm)
+
+
+def test_many_requests_are_abandoned_at_once(make_llm):
+    """By another thread, amid a step: it does not wait for the call, whose next step aborts them all."""
+    llm, forward, left = make_llm(), None, []
+    stream = llm.stream([prompt_of(3)] * 1500, greedy(400))
+    next(stream)
+    forward = llm.model_runner.forward
+
+    def inside(batch):
+        if not left:
+            thread = threading.Thread(target=stream.close)
+            thread.start()
+            thread.join(60)
+            left.append(not thread.is_alive() and llm.metrics()["num_requests_waiting"])
+        return forward(batch)
+
+    llm.model_runner.forward = inside
+    assert len(llm.generate([[5, 6]], greedy(3), use_tqdm=False)[0]["token_ids"]) == 3
+    assert left[0] > 0
+    llm.model_runner.forward = forward
+    check_is_empty(llm)
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -188,6 +188,38 @@ def test_cancel_by_asyncio_and_from_another_thread(make_llm, reference):
     check_is_empty(llm)
 
 
+def test_cancel_does_not_stop_the_thread_that_steps(make_llm, reference):
+    """While ``cancel`` aborted a request, the step of the other thread was refused, and ended it."""
+    llm, errors = make_llm(), []
+    mate, *others = (llm.submit(prompt_of(6), greedy(200)) for _ in range(80))
+
+    def loop():
+        try:
+            while not mate.done():
+                llm.step()
+        except EngineError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    assert all(future.cancel() for future in others)
+    thread.join(60)
+    assert not errors and mate.result()["token_ids"] == reference(prompt_of(6), 200)
+    check_is_empty(llm)
+
+
+def test_a_device_that_is_lost_while_it_is_cleaned(make_llm, monkeypatch):
+    """``result`` waited for ever: its future was never told."""
+    llm = make_llm()
+    future = llm.submit(prompt_of(3), greedy(5))
+    monkeypatch.setattr(llm.model_runner, "forward", lambda batch: 1 / 0)
+    monkeypatch.setattr(llm.model_runner, "reset", lambda: [][1])
+    with pytest.raises(IndexError):
+        llm.step()
+    with pytest.raises(EngineError, match="dropped"):
+        future.result(5)
+
+
 def test_a_loop_until_is_finished_resolves_every_future(monkeypatch):
     """Texts are made on another thread: the last was still to come when ``is_finished`` was True."""
     with LLM(device="cpu", num_kvcache_blocks=16, quiet=True) as llm:

@@ -3,17 +3,22 @@
 Owns the thread and the hand-over of requests and outputs. An engine takes calls from one thread at a time.
 """
 
+import atexit
 import os
 import traceback
 from concurrent.futures import Future
-from queue import SimpleQueue
-from threading import Thread
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from threading import Thread, current_thread
 from typing import Any
 
 from nanovllm.errors import EngineError, NanoVLLMError, OutOfMemoryError, as_request_error
 from nanovllm.llm import LLM, Prompt
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
+
+ENDED = "the engine was shut down."
 
 
 class EngineThread:
@@ -27,15 +32,30 @@ class EngineThread:
 
     def __init__(self, model: str | None = None, **options: Any):
         self._inbox: SimpleQueue = SimpleQueue()
+        self._has_ended = False
         started: Future[LLM] = Future()
-        Thread(target=self._main, args=(model, options, started), daemon=True, name="nanovllm-engine").start()
+        self._thread = Thread(target=self._main, args=(model, options, started), daemon=True, name="nanovllm-engine")
+        self._thread.start()
         self.llm = started.result()
+        atexit.register(self.exit)  # a daemon thread inside torch aborts the process when the interpreter ends
 
     def submit(self, prompt: Prompt, params: SamplingParams) -> "Future[RequestOutput]":
-        """The output when it is finished; or RequestError, if the request can never be served."""
+        """The output when it is finished; or RequestError, if the request can never be served.
+
+        The future's ``cancel()`` drops the request.
+        """
         future: Future[RequestOutput] = Future()
         self._inbox.put((prompt, params, future))
+        if self._has_ended:
+            self._refuse_all()
         return future
+
+    def exit(self) -> None:
+        """End the thread and the engine after the running step; unfinished requests end with an EngineError."""
+        atexit.unregister(self.exit)
+        self._inbox.put(None)
+        if self._thread is not current_thread():
+            self._thread.join()
 
     def _main(self, model: str | None, options: dict[str, Any], started: "Future[LLM]") -> None:
         try:
@@ -48,15 +68,22 @@ class EngineThread:
         done: list[Future] = []  # of the engine's
         while True:
             while not waiting or not self._inbox.empty():  # with nothing to do, it sleeps here
-                prompt, params, future = self._inbox.get()
-                if not future.set_running_or_notify_cancel():
-                    continue
+                if (item := self._inbox.get()) is None:
+                    self._has_ended = True
+                    for future in waiting.values():
+                        resolve(future, EngineError(ENDED))
+                    self._refuse_all()
+                    llm.exit()
+                    return
+                prompt, params, future = item
                 try:
                     submitted = llm.submit(prompt, params)
-                    submitted.add_done_callback(done.append)
-                    waiting[submitted] = future
                 except BaseException as error:
-                    future.set_exception(error if isinstance(error, NanoVLLMError) else as_request_error(error))
+                    resolve(future, error if isinstance(error, NanoVLLMError) else as_request_error(error))
+                    continue
+                submitted.add_done_callback(done.append)
+                waiting[submitted] = future
+                future.add_done_callback(partial(cancel_too, submitted))
             try:
                 llm.step()
             except BaseException as error:  # nobody else would say it, and the callers would wait for ever
@@ -64,12 +91,30 @@ class EngineThread:
                     traceback.print_exc()
                     os._exit(1)
                 for future in waiting.values():
-                    future.set_exception(error)
+                    resolve(future, error)
                 waiting.clear()
                 done.clear()
             while done:
-                future = waiting.pop(finished := done.pop())
-                if (failure := finished.exception()) is None:
-                    future.set_result(finished.result())
-                else:
-                    future.set_exception(failure)
+                finished = done.pop()
+                if (of_caller := waiting.pop(finished, None)) is not None:
+                    resolve(of_caller, None if finished.cancelled() else finished.exception() or finished.result())
+
+    def _refuse_all(self) -> None:
+        with suppress(Empty):
+            while True:
+                if (item := self._inbox.get_nowait()) is not None:
+                    resolve(item[2], EngineError(ENDED))
+
+
+def cancel_too(submitted: Future, future: Future) -> None:
+    if future.cancelled():
+        submitted.cancel()
+
+
+def resolve(future: Future, result: Any) -> None:
+    """Give a caller's future its output or exception, once, unless it is cancelled."""
+    if future.set_running_or_notify_cancel():
+        if isinstance(result, BaseException):
+            future.set_exception(result)
+        else:
+            future.set_result(result)

@@ -36,8 +36,8 @@ def split_prompt(prompt: Prompt) -> tuple[str | None, Any]:
             'a prompt dictionary needs "prompt", a string, or "prompt_token_ids", a list of integers; '
             f"this one has {', '.join(map(repr, prompt)) or 'neither'}."
         )
-    others = [key for key in prompt if key not in ("prompt", "prompt_token_ids") and prompt[key]]
-    if others:
+    given = [key for key, value in prompt.items() if hasattr(value, "dtype") or value]  # an array has no truth value
+    if others := [key for key in given if key not in ("prompt", "prompt_token_ids")]:
         raise RequestError(f"a prompt dictionary cannot have {', '.join(map(repr, others))}: text only.")
     return text, token_ids
 

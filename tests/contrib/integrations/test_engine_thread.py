@@ -2,11 +2,12 @@
 
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from time import sleep
 
 import pytest
 
-from nanovllm import ConfigError, OutOfMemoryError, RequestError, SamplingParams
+from nanovllm import ConfigError, EngineError, OutOfMemoryError, RequestError, SamplingParams
 from nanovllm.engine.request import Request
 from nanovllm.integrations.engine_thread import EngineThread
 
@@ -77,6 +78,43 @@ def test_a_failed_step_fails_its_requests(engine, monkeypatch):
         for future in futures:
             with pytest.raises(OutOfMemoryError, match="no room"):
                 future.result(60)
+
+
+def test_a_cancelled_request_leaves_its_seat(engine):
+    """As ``asyncio.wait_for`` cancels on a timeout; it kept its seat to its end."""
+    futures = [engine.submit([2 + i], SamplingParams(max_tokens=900, ignore_eos=True)) for i in range(12)]  # 8 seats
+    good = engine.submit([2], PARAMS)
+    while engine.llm.metrics()["num_requests_running"] < 8:
+        sleep(0.001)
+    assert all(future.cancel() and future.cancelled() for future in futures)
+    assert len(good.result(60)["token_ids"]) == 6
+    assert wait(futures, 60).done == {*futures}  # they are told, too
+    assert engine.llm.is_finished() and engine.llm.metrics()["generation_tokens"] < 900
+
+
+def test_exit(make_checkpoint):
+    engine = EngineThread(make_checkpoint(), **OPTIONS)
+    futures = [engine.submit([2], SamplingParams(max_tokens=900, ignore_eos=True)) for _ in range(3)]
+    engine.exit()
+    engine.exit()
+    for future in (*futures, engine.submit([2], PARAMS)):
+        with pytest.raises(EngineError, match="was shut down"):
+            future.result(60)
+    assert not engine.llm._finalizer.alive
+
+
+def test_a_process_that_ends_amid_a_request():
+    """The interpreter killed the thread within torch: "terminate called without an active exception", status 134."""
+    code = (
+        "import time\n"
+        "from nanovllm import SamplingParams\n"
+        "from nanovllm.integrations.engine_thread import EngineThread\n"
+        "engine = EngineThread(device='cpu', quiet=True)\n"
+        "engine.submit('introduce yourself', SamplingParams(max_tokens=4000, ignore_eos=True))\n"
+        "time.sleep(0.3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_errors_at_start():
