@@ -35,7 +35,10 @@ class Guard:
         if self._engine is not None:
             self._engine._require_running()
             self._engine._token_processors.require_outside()
-            acquire(self._engine)
+            with self._engine._aborting:  # else another thread may have the lock to abort requests
+                is_free = self._engine._lock.acquire(blocking=False)
+            if not is_free:
+                raise EngineError("this engine is in use by another thread; give each thread an LLM of its own.")
         thresholds = gc.get_threshold()
         if thresholds[2] != NO_GC:  # else an outer one, or another engine's thread, set it and will restore it
             self._thresholds = thresholds
@@ -48,19 +51,8 @@ class Guard:
             self._engine._lock.release()
 
 
-def acquire(engine: Any) -> None:
-    """Take the engine's lock; raises EngineError where another thread uses the engine."""
-    if not engine._lock.acquire(blocking=False):
-        with engine._aborting:  # not while another thread has the lock to abort requests
-            if not engine._lock.acquire(blocking=False):
-                raise EngineError("this engine is in use by another thread; give each thread an LLM of its own.")
-
-
 def all_or_nothing(method: F) -> F:
-    """For a method of an engine that an error or an interrupt may leave half done: all requests are dropped then.
-
-    Requests that are abandoned meanwhile are aborted at its end.
-    """
+    """For a method of an engine that an error or an interrupt may leave half done: all requests are dropped then."""
 
     @functools.wraps(method)
     def guarded(engine: Any, *args: Any) -> Any:
@@ -74,7 +66,7 @@ def all_or_nothing(method: F) -> F:
         finally:
             engine._is_changing = is_inner
             if engine._abandoned and not is_inner:
-                _abort_abandoned(engine)
+                engine._abort_abandoned()
 
     return guarded  # type: ignore[return-value]
 
@@ -89,14 +81,6 @@ def abandon(engine: Any, requests: Iterable[Any]) -> None:
         if engine._lock.acquire(blocking=False):
             try:
                 if not engine._is_changing:
-                    _abort_abandoned(engine)
+                    engine._abort_abandoned()
             finally:
                 engine._lock.release()
-
-
-@all_or_nothing
-def _abort_abandoned(engine: Any) -> None:
-    while engine._abandoned:
-        request = engine._abandoned.popleft()
-        if request.request_id in request.caller.unfinished and engine._finalizer.alive:
-            engine._abort(request)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.config import Config
 from nanovllm.core import Batch
 from nanovllm.engine.callers import DROPPED, Caller, collect
-from nanovllm.engine.guard import Guard, acquire, all_or_nothing
+from nanovllm.engine.guard import Guard, abandon, all_or_nothing
 from nanovllm.engine.input_processor import InputProcessor, Params
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.request import Request
@@ -97,12 +97,9 @@ class LLMEngine:
 
     def exit(self) -> None:
         """Free the device's memory; may be called again. Raises EngineError while another thread's call runs."""
-        self._token_processors.require_outside()
-        acquire(self)
-        try:
-            self._finalizer()
-        finally:
-            self._lock.release()
+        if self._finalizer.alive:
+            with Guard(self):
+                self._finalizer()
 
     def _require_running(self) -> None:
         if not self._finalizer.alive:
@@ -158,14 +155,17 @@ class LLMEngine:
         """Drop an unfinished request; unknown and finished ids are ignored."""
         with Guard(self):
             if (request := self._outputs.unfinished.get(str(request_id))) is not None:
-                self._abort(request)
+                abandon(self, [request])
 
     @all_or_nothing
-    def _abort(self, request: Request) -> None:
-        try:
-            self.scheduler.finish(self._outputs.abort(request))
-        finally:
-            request.caller.refuse(request, "this request was aborted.")
+    def _abort_abandoned(self) -> None:
+        while self._abandoned:
+            request = self._abandoned.popleft()
+            if request.request_id in request.caller.unfinished and self._finalizer.alive:
+                try:
+                    self.scheduler.finish(self._outputs.abort(request))
+                finally:
+                    request.caller.refuse(request, "this request was aborted.")
 
     def is_finished(self) -> bool:
         """Whether every queued request is reported, finished or dropped; a surplus launch may still run."""
