@@ -274,6 +274,9 @@ def test_truncate_prompt_tokens(demo, keep, length, left):
     assert output.prompt_token_ids == prompt[-left:]
     (same,) = demo.generate([prompt[-left:]], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
     assert output["token_ids"] == same["token_ids"]
+    params.max_tokens, params.prompt_logprobs = 0, 0  # there is room for one more
+    (scored,) = demo.generate([prompt], params, use_tqdm=False)
+    assert len(scored.prompt_token_ids) == (min(length, 128) if keep == -1 else left)
 
 
 def test_max_tokens_that_is_cut_is_told_once(caplog):
@@ -291,6 +294,13 @@ def test_max_tokens_that_is_cut_is_told_once(caplog):
 
 
 # ---------------------------------------------------------------- the tokenizer
+
+
+def test_one_text_is_one_text(demo):
+    """``tokenize("The")`` gave the ids of three letters; ``chat_prompts`` of one conversation an AttributeError."""
+    assert demo.tokenize("2 + 3") == demo.tokenize(["2 + 3"]) and demo.detokenize(demo.tokenize("2 + 3")) == ["2 + 3"]
+    talk = [{"role": "user", "content": "hello"}]
+    assert demo.chat_prompts(talk) == demo.chat_prompts([talk])
 
 
 def test_get_and_set_tokenizer(demo):

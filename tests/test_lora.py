@@ -304,6 +304,8 @@ def test_adapters_that_do_not_fit(adapters, make_checkpoint, make_llm, tmp_path)
         llm.update_weights(lora="/none")
     with pytest.raises(ConfigError, match="give weights, or lora"):
         llm.update_weights(base, lora=path)
+    with pytest.raises(ConfigError, match="update_weights: lora=5 must be a path, a hub id or None"):
+        llm.update_weights(lora=5)
     llm.add_request(PROMPTS[0], greedy(4))
     with pytest.raises(EngineError, match="needs an idle engine"):
         llm.update_weights(lora=path)

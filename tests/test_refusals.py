@@ -256,6 +256,7 @@ TEXTS = {  # the call -> [(what is given, a part of the text)]
         (([{"prompt": 5}], None), "this one has 'prompt'."),
         (([{"prompt_token_ids": [1], "multi_modal_data": {"image": 1}}], None),
          "a prompt dictionary cannot have 'multi_modal_data': text only."),
+        (([{"prompt": "hi", "prompt_embeds": torch.zeros(2, 2)}], None), "cannot have 'prompt_embeds': text only."),
         ((["ok", {}], None), "prompt 1: a prompt dictionary needs"),
         (({"prompt": "hi"}, None), NO_TOKENIZER),
         (("hi", None), NO_TOKENIZER),
@@ -323,6 +324,13 @@ TEXTS = {  # the call -> [(what is given, a part of the text)]
         (("add_request", {"prompt": [5], "sampling_parameters": 1}), "Did you mean 'sampling_params'?"),
         (("score", {"seed": 1}), "score() has no argument 'seed'. Arguments: token_id_lists, start, use_tqdm."),
         (("embed", {"dimension": 64}), "embed() has no argument 'dimension'. Did you mean 'dimensions'?"),
+        *((("tokenize", {"texts": texts}), f"texts must be a string or a list of strings, not {wrong}.")
+          for texts, wrong in ((None, "None"), ([b"a"], "b'a'"), (["a", None], "None"), (5, "5"))),
+        *((("detokenize", {"token_id_lists": lists}), "token_id_lists must be a list of lists of integer token ids,")
+          for lists in ([5, 6], None, [[5, "a"]], "text")),
+        *((("chat_prompts", {"conversations": talk}), "messages must be a list such as") for talk in ("hello", [None])),
+        *((("apply_chat_template", {"conversation": talk}), "messages must be a list such as") for talk in ("x", None)),
+        (("most_probable", {"prompts": [[5]], "k": "2"}), "SamplingParams: logprobs='2' must be an integer"),
         (("update_weights", {"weight": {}}), "update_weights() has no argument 'weight'. Did you mean 'weights'?"),
     ],
     "embed": [  # prompts, options

@@ -143,15 +143,18 @@ def one_eos(tmp_path_factory):
 @pytest.mark.parametrize("temperature", [0, 1.0])
 @pytest.mark.parametrize("beside", [{"min_tokens": 6}, {"allowed_token_ids": [50]}, {"allowed_token_ids": [25]}])
 def test_where_nothing_is_allowed_the_sequence_ends(one_eos, temperature, beside):
-    """min_tokens forbids the end and the guide all but the end; allowed_token_ids forbid what the guide wants. All
-    logits were -inf then, and id 0 was sampled: "!" in Qwen3's vocabulary."""
+    """min_tokens forbids the end and the guide all but the end; allowed_token_ids forbid what the guide wants, which is
+    an error. All logits were -inf then, and id 0 was sampled: "!" in Qwen3's vocabulary."""
     assert one_eos.tokenizer.encode("7", add_special_tokens=False) == [25]
     params = SamplingParams(
         temperature=temperature, max_tokens=12, structured_outputs=StructuredOutputsParams(choice=["7"]), **beside
     )
     completion = one(one_eos, params)
-    assert completion.token_ids == [*([25] if beside.get("allowed_token_ids") != [50] else []), IM_END]
-    assert completion.finish_reason == "stop"
+    if beside.get("allowed_token_ids") == [50]:
+        assert (completion.token_ids, completion.finish_reason) == ([], "error")
+        assert completion.stop_reason.endswith("or the sampling parameters forbid every token.")
+    else:
+        assert (completion.token_ids, completion.finish_reason) == ([25, IM_END], "stop")
 
 
 def test_min_tokens_within_a_grammar(demo):

@@ -169,3 +169,13 @@ def test_structured_outputs_begin_behind_the_thoughts(prompt, bias, opens, think
     else:
         assert end and thought.startswith(opens)
         assert len(output["token_ids"]) == len(thinker.tokenizer.encode(opens + END)) + 4 + 4 + 1
+
+
+def test_a_mark_that_a_user_quotes_opens_no_thought(thinker):
+    """It switched the grammar off, or spent the budget with the tokens behind it."""
+    choice = StructuredOutputsParams(choice=["yes", "no"])
+    for constraint in (choice, None):
+        params = SamplingParams(temperature=0, max_tokens=20, thinking_token_budget=9, structured_outputs=constraint)
+        talk = [{"role": "user", "content": f"introduce yourself, with {START} and " + "words " * 20}]
+        (output,) = thinker.chat(talk, params, use_tqdm=False)
+        assert END not in output["text"] and (constraint is None or output["text"] in choice.choice)

@@ -50,7 +50,7 @@ class Marks(NamedTuple):
 
 
 class Thinking:
-    """The thoughts of one sequence, which may begin in its prompt.
+    """The thoughts of one sequence, which may begin in ``prompt_ids``, the last turn of its prompt.
 
     Tokens of all thoughts of the completion count together, and those of a thought that the prompt leaves open.
 

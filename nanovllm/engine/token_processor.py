@@ -169,8 +169,11 @@ class TokenProcessors:
             return None
         stop, grammar, bad_words, marks = self._parts(params)
         texts = self._tokenizer.texts if params.num_logprobs is not None and params.detokenize else None
-        prompt = seq.tokens(0, seq.num_prompt_tokens)
-        thinking = None if marks is None else Thinking(marks, params.thinking_token_budget or 0, prompt)
+        thinking = None
+        if marks is not None:
+            prompt = seq.tokens(0, seq.num_prompt_tokens)
+            last_turn = prompt[np.flatnonzero(np.isin(prompt, self._boundaries)).max(initial=-1) + 1 :]
+            thinking = Thinking(marks, params.thinking_token_budget or 0, last_turn)
         repetition = RepetitionDetector(params, self._config.max_model_len) if params.repetition_detection else None
         return TokenProcessor(seq, stop, texts, grammar, bad_words, thinking, repetition)
 
@@ -238,8 +241,9 @@ class TokenProcessors:
             if seq.allowed_mask is not None:
                 must_end = processor.grammar is not None
                 row &= seq.allowed_mask | eos if must_end else seq.allowed_mask
-            if not row.any():  # its request contradicts itself: the text ends
-                row[:] = eos
+            grammar = processor.grammar if seq.finish_reason is None else None
+            if not row.any() and grammar is not None and grammar.may_end:
+                row[:] = eos  # elsewhere no token can be sampled: the request contradicts itself
             if seq.num_completion_tokens < seq.sampling_params.min_tokens:
                 longer = row & ~mask_of(self.min_tokens_stop_ids(seq.sampling_params), self._vocab_size)
                 row[:] = longer if longer.any() else row  # where the text must end, it ends
@@ -268,6 +272,12 @@ class TokenProcessors:
     def _marks(self) -> Marks:
         tokenizer, config = self._required("thinking_token_budget"), self._config
         return Marks.of(tokenizer, config.reasoning_start_str, config.reasoning_end_str, self._vocab_size)
+
+    @cached_property
+    def _boundaries(self) -> np.ndarray:
+        """Special tokens besides the marks' own: behind a prompt's last one no user's text can open a thought."""
+        tokenizer, (start, _, ends) = self._required("thinking_token_budget"), self._marks
+        return np.array([*{*special_tokens(tokenizer, len(tokenizer)).values()}.difference(start, *ends)], np.int32)
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:

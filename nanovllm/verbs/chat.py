@@ -6,7 +6,7 @@ from typing import Any
 
 from nanovllm.engine.input_processor import Params
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.text.prompts import Prompt, as_list
+from nanovllm.engine.text.prompts import Prompt, as_list, as_token_ids
 from nanovllm.engine.text.reasoning import ReasoningMarks
 from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestOutput
@@ -36,13 +36,7 @@ class Chat(LLMEngine):
         Raises:
             RequestError: as in ``generate``; or the template reads no variable of that name.
         """
-        rule = 'messages must be a list such as [{"role": "user", "content": "..."}], or a list of such lists'
-        conversations = as_list(rule, messages)
-        if conversations and isinstance(conversations[0], dict):
-            conversations = [conversations]
-        for conversation in conversations:
-            if not isinstance(conversation, (list, tuple)) or not all(isinstance(m, dict) for m in conversation):
-                raise RequestError(f"{rule}, not {messages!s:.100}.")
+        conversations = as_conversations(messages)
         if not isinstance(chat_template_kwargs, (dict, type(None))):
             raise RequestError(f"chat_template_kwargs must be a dict or None, not {chat_template_kwargs!r:.100}.")
         if template_variables:
@@ -65,16 +59,17 @@ class Chat(LLMEngine):
         prompts = self.chat_prompts(conversations, sampling_params or SamplingParams(), **options)
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def chat_prompts(self, conversations: ListLike[Conversation], sampling_params: Params = None,
+    def chat_prompts(self, conversations: Conversation | ListLike[Conversation], sampling_params: Params = None,
                      **options: Any) -> list[Prompt]:
         """Conversations as prompts for ``generate``: text, token ids, and images; any thread may call it.
 
         Args:
+            conversations: one, or a list of them, as in ``chat``.
             sampling_params: of the requests to come, as in ``tokenize``.
             **options: of ``apply_chat_template``, by default ``add_generation_prompt=True``.
         """
         options.setdefault("add_generation_prompt", not options.get("continue_final_message"))
-        split = [self.split_parts(conversation) for conversation in conversations]
+        split = [self.split_parts(conversation) for conversation in as_conversations(conversations)]
         texts = [self.place_parts(self.apply_chat_template(talk, **options), others) for talk, others in split]
         encoded = zip(texts, self.tokenize(texts, False, sampling_params), split, strict=True)
         return [{"prompt": text, "prompt_token_ids": ids, **others} for text, ids, (_, others) in encoded]
@@ -125,17 +120,36 @@ class Chat(LLMEngine):
     def apply_chat_template(self, conversation: Conversation, **options: Any) -> str:
         """A conversation as text. ``options``: variables of the template, and ``tools``, ``chat_template``,
         ``add_generation_prompt``, ``continue_final_message`` as in ``chat``; any thread may call it."""
-        return self._tokenizer.apply_chat_template(conversation, **options)  # type: ignore[arg-type]
+        (conversation,) = as_conversations([conversation])
+        return self._tokenizer.apply_chat_template(conversation, **options)
 
-    def tokenize(self, texts: ListLike[str], add_special_tokens: bool = True,
+    def tokenize(self, texts: str | ListLike[str], add_special_tokens: bool = True,
                  sampling_params: Params = None) -> list[list[int]]:
-        """The token ids of each text; any thread may call it.
+        """The token ids of each text, of one or a list; any thread may call it.
 
         ``sampling_params``: of the requests to come; a text that cannot fit in one is refused, not tokenized.
         """
         fit = None if sampling_params is None else (sampling_params, self.config.max_model_len)
+        rule = "texts must be a string or a list of strings"
+        texts = [texts] if isinstance(texts, str) else as_list(rule, texts)
+        if wrong := [text for text in texts if not isinstance(text, str)]:
+            raise RequestError(f"{rule}, not {wrong[0]!r:.100}.")
         return self._tokenizer.encode(texts, add_special_tokens, fit=fit)
 
     def detokenize(self, token_id_lists: ListLike[ListLike[int]], skip_special_tokens: bool = True) -> list[str]:
         """The text of each list of token ids; any thread may call it."""
-        return self._tokenizer.decode(token_id_lists, skip_special_tokens)
+        rule = "token_id_lists must be a list of lists of integer token ids"
+        lists = [as_token_ids(ids, rule).tolist() for ids in as_list(rule, token_id_lists)]
+        return self._tokenizer.decode(lists, skip_special_tokens)
+
+
+def as_conversations(messages: Any) -> list[list[dict[str, Any]]]:
+    """One conversation or many as a list of them; raises RequestError for anything else."""
+    rule = 'messages must be a list such as [{"role": "user", "content": "..."}], or a list of such lists'
+    conversations = as_list(rule, messages)
+    if conversations and isinstance(conversations[0], dict):
+        conversations = [conversations]
+    for conversation in conversations:
+        if not isinstance(conversation, (list, tuple)) or not all(isinstance(m, dict) for m in conversation):
+            raise RequestError(f"{rule}, not {messages!s:.100}.")
+    return conversations

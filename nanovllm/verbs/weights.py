@@ -6,9 +6,11 @@ from collections.abc import Sequence as ListLike
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.config import PATH
 from nanovllm.engine.guard import Guard
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import ConfigError, EngineError
+from nanovllm.validation import check, optional
 
 if TYPE_CHECKING:
     from nanovllm.runner.weights import Source, Weights
@@ -42,6 +44,8 @@ class WeightVerbs(LLMEngine):
         """
         if lora is not UNCHANGED and (weights is not None or partial):
             raise ConfigError("update_weights: give weights, or lora, which is merged into the checkpoint's weights.")
+        if lora is not UNCHANGED:
+            check("update_weights", "lora", lora, optional(PATH), ConfigError)
         with self._idle("update_weights") as of_runner:
             return of_runner.update(weights, partial) if lora is UNCHANGED else of_runner.merge(lora)
 

@@ -241,7 +241,7 @@ def test_openai_lines(tmp_path):
     messages = {key: record["error"]["message"] for key, record in found.items() if record["error"]}
     assert all(found[key]["response"] is None for key in messages)
     assert messages == {
-        "embed": "url must be /v1/chat/completions or /v1/completions, not '/v1/embeddings'; body an object.",
+        "embed": "url must be /v1/chat/completions or /v1/completions, not '/v1/embeddings'.",
         "unknown": "SamplingParams has no parameter 'functions'.",
         "stream": "the body's stream=true is not supported; false is.",
         "echo": "the body's echo=true is not supported; false is.",
@@ -587,6 +587,19 @@ def test_a_quote_that_is_not_closed(tmp_path, stubbed, capsys, text, line):
     (tmp_path / "in.csv").write_text('id,prompt\na,5" x\nb,"a ""b"" c\nd"\n')
     assert batch(tmp_path / "in.csv", tmp_path / "out.jsonl") == 0
     assert [record["text"] for record in read_jsonl(tmp_path / "out.jsonl")] == ['5" x', 'a "b" c\nd']
+
+
+def test_two_columns_of_one_name(tmp_path, stubbed, capsys):
+    """The first one's values were dropped."""
+    (tmp_path / "in.csv").write_text("id,prompt,prompt\n1,2 + 3,1 + 1\n")
+    err = error_of(capsys, tmp_path / "in.csv", tmp_path / "out.jsonl")
+    assert "in.csv has several columns named 'prompt'; give each a name of its own." in err
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]")
+    import pyarrow
+
+    table = pyarrow.Table.from_arrays([pyarrow.array(["x"])] * 2, names=["prompt", "prompt"])
+    parquet.write_table(table, tmp_path / "in.parquet")
+    assert "in.parquet has several columns named 'prompt'" in error_of(capsys, tmp_path / "in.parquet", tmp_path / "o")
 
 
 def test_another_model_is_refused(tmp_path, stubbed, capsys, make_checkpoint):

@@ -10,6 +10,7 @@ import io
 import json
 import os
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
@@ -89,6 +90,7 @@ def read_csv(path: File) -> Iterator[Values]:
     with path.open(newline="", encoding="utf-8-sig") as file:
         rows = csv.DictReader(file, strict=True)
         try:
+            require_distinct(path, rows.fieldnames or ())
             end = rows.line_num if rows.fieldnames else 0
             for values in rows:
                 end = rows.line_num
@@ -103,7 +105,9 @@ def read_csv(path: File) -> Iterator[Values]:
 
 def read_parquet(path: File) -> Iterator[Values]:
     with path.open("rb") as file:
-        for batch in import_parquet().ParquetFile(file).iter_batches(256):
+        parquet = import_parquet().ParquetFile(file)
+        require_distinct(path, parquet.schema_arrow.names)
+        for batch in parquet.iter_batches(256):
             for values in batch.to_pylist():
                 for name, value in values.items():
                     try:
@@ -111,6 +115,12 @@ def read_parquet(path: File) -> Iterator[Values]:
                     except RequestError as error:
                         values[name] = RequestError(f"{name!r}: {error}")
                 yield {name: value for name, value in values.items() if value is not None}
+
+
+def require_distinct(path: File, columns: Sequence[str]) -> None:
+    """Raise ConfigError where two columns have one name: a row would have the last one's value alone."""
+    if repeated := [name for name, num in Counter(columns).items() if num > 1]:
+        raise ConfigError(f"{path} has several columns named {repeated[0]!r:.100}; give each a name of its own.")
 
 
 def without_nones(value: Any) -> Any:

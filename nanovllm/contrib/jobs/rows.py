@@ -109,8 +109,10 @@ def openai_request(values: dict[str, Any], template: dict[str, Any]) -> tuple[An
     """The same of a line of OpenAI's format; ``template`` gets the body's variables."""
     url, body = values.get("url", "/v1/chat/completions"), values["body"]
     is_chat, prompt = url == "/v1/chat/completions", "messages" if url == "/v1/chat/completions" else "prompt"
-    if (not is_chat and url != "/v1/completions") or not isinstance(body, dict):
-        raise RequestError(f"url must be /v1/chat/completions or /v1/completions, not {url!r:.100}; body an object.")
+    if not is_chat and url != "/v1/completions":
+        raise RequestError(f"url must be /v1/chat/completions or /v1/completions, not {url!r:.100}.")
+    if not isinstance(body, dict):
+        raise RequestError(f"body must be an object, not {body!r:.100}.")
     own = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
     for name, neutral in NEUTRAL.items():
         if own.get(name, neutral[0]) not in neutral:

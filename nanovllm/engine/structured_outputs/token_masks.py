@@ -7,7 +7,6 @@ without torch.
 
 import functools
 import json
-import logging
 import os
 import re
 import threading
@@ -22,8 +21,6 @@ from nanovllm.engine.structured_outputs.grammars import to_grammar
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import StructuredOutputsParams
 from nanovllm.utils.time_limit import TimeLimitError, time_limit
-
-logger = logging.getLogger(__name__)
 
 MAX_CACHED_GRAMMARS = 256
 NUM_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))  # that fill masks
@@ -111,9 +108,13 @@ class Grammar:
         if self._ended:
             return
         self._ended = token_id in self._eos_token_ids
-        if not self.matcher.consume_token(token_id) and self._ended:
-            logger.warning("structured output cut short: allowed_token_ids, bad_words or min_tokens contradict it.")
+        self.matcher.consume_token(token_id)
         self.check()
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the text may end here."""
+        return self._ended or self.matcher.is_accepting()
 
     def check(self) -> None:
         """Raise a RequestError if the grammar leads nowhere or exceeds a limit of llguidance: its mask is void then."""

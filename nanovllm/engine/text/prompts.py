@@ -42,9 +42,9 @@ def split_prompt(prompt: Prompt) -> tuple[str | None, Any]:
     return text, token_ids
 
 
-def as_token_ids(token_ids: Any) -> np.ndarray:
+def as_token_ids(token_ids: Any, rule: str = "a prompt must be a string or a flat list of integer token ids"
+                 ) -> np.ndarray:
     """A prompt as an integer array [n], a copy; raises RequestError for anything but a flat list of integers."""
-    rule = "a prompt must be a string or a flat list of integer token ids"
     token_ids = getattr(token_ids, "prompt_ids", token_ids)  # of an Attachment
     if isinstance(token_ids, np.ndarray):
         if token_ids.ndim == 1 and token_ids.dtype.kind in "iu":
