@@ -3,14 +3,14 @@
 Owns the thread and the hand-over of requests and outputs. An engine takes calls from one thread at a time.
 """
 
-import atexit
 import os
+import threading
 import traceback
+import weakref
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from threading import Thread, current_thread
 from typing import Any
 
 from nanovllm.errors import EngineError, NanoVLLMError, OutOfMemoryError, as_request_error
@@ -34,10 +34,12 @@ class EngineThread:
         self._inbox: SimpleQueue = SimpleQueue()
         self._has_ended = False
         started: Future[LLM] = Future()
-        self._thread = Thread(target=self._main, args=(model, options, started), daemon=True, name="nanovllm-engine")
+        arguments = model, options, started
+        self._thread = threading.Thread(target=self._main, args=arguments, daemon=True, name="nanovllm-engine")
         self._thread.start()
         self.llm = started.result()
-        atexit.register(self.exit)  # a daemon thread inside torch aborts the process when the interpreter ends
+        # before the interpreter closes executors, and ends daemon threads, which aborts the process within torch
+        threading._register_atexit(exit_if_alive, weakref.ref(self))  # type: ignore[attr-defined]
 
     def submit(self, prompt: Prompt, params: SamplingParams) -> "Future[RequestOutput]":
         """The output when it is finished; or RequestError, if the request can never be served.
@@ -51,10 +53,12 @@ class EngineThread:
         return future
 
     def exit(self) -> None:
-        """End the thread and the engine after the running step; unfinished requests end with an EngineError."""
-        atexit.unregister(self.exit)
+        """End the thread and the engine after the running step; unfinished requests end with an EngineError.
+
+        It may be called again. The end of the process calls it, too.
+        """
         self._inbox.put(None)
-        if self._thread is not current_thread():
+        if self._thread is not threading.current_thread():
             self._thread.join()
 
     def _main(self, model: str | None, options: dict[str, Any], started: "Future[LLM]") -> None:
@@ -104,6 +108,11 @@ class EngineThread:
             while True:
                 if (item := self._inbox.get_nowait()) is not None:
                     resolve(item[2], EngineError(ENDED))
+
+
+def exit_if_alive(reference: "weakref.ref[EngineThread]") -> None:
+    if (engine := reference()) is not None:
+        engine.exit()
 
 
 def cancel_too(submitted: Future, future: Future) -> None:

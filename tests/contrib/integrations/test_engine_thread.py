@@ -104,13 +104,16 @@ def test_exit(make_checkpoint):
 
 
 def test_a_process_that_ends_amid_a_request():
-    """The interpreter killed the thread within torch: "terminate called without an active exception", status 134."""
+    """The interpreter killed the thread within torch: "terminate called without an active exception", status 134. Short
+    requests failed before, for want of an executor, which looked like a failure of the device."""
     code = (
         "import time\n"
         "from nanovllm import SamplingParams\n"
         "from nanovllm.integrations.engine_thread import EngineThread\n"
         "engine = EngineThread(device='cpu', quiet=True)\n"
         "engine.submit('introduce yourself', SamplingParams(max_tokens=4000, ignore_eos=True))\n"
+        "for i in range(1000):\n"
+        "    engine.submit('hello', SamplingParams(max_tokens=1 + i % 7, ignore_eos=True))\n"
         "time.sleep(0.3)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
