@@ -467,6 +467,7 @@ def test_rerank_refused():
             ((["q", "r"], ["d"]), {}, "2 queries but 1 documents; give one, or as many."),
             (("q", ["d"]), {"template": "{question}"}, "template='{question}' may have {query}, {document} and"),
             (("q", ["d"]), {"tokens": ("yes", "no")}, "tokens=('yes', 'no') must be two texts of one token each"),
+            (("q", ["d"]), {"tokens": ("0", "0")}, "tokens=('0', '0') must be two texts of one token each"),
         ):
             with pytest.raises(RequestError, match=re.escape(said)):
                 llm.rerank(*arguments, **{"tokens": ("0", "1"), **options})

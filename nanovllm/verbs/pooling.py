@@ -136,8 +136,9 @@ class Pooling(LLMEngine):
         token_ids = None
         if not config.num_labels:
             encoded = self._tokenizer.encode(tokens, add_special_tokens=False)
-            if [len(ids) for ids in encoded] != [1, 1]:
-                raise RequestError(f"tokens={tokens!r} must be two texts of one token each, the negative answer first.")
+            if [len(ids) for ids in encoded] != [1, 1] or encoded[0] == encoded[1]:
+                raise RequestError(f"tokens={tokens!r} must be two texts of one token each, the negative answer first; "
+                                   "not the same twice.")  # fmt: skip
             token_ids = [ids[0] for ids in encoded]
         with Guard(self):
             self._require_ready()

@@ -131,6 +131,8 @@ def openai_request(values: dict[str, Any], template: dict[str, Any]) -> tuple[An
                                   RequestError)  # fmt: skip
     if is_chat:
         top = check("the body", "top_logprobs", own.pop("top_logprobs", 0), at_least(0), RequestError)
+        if top and not own.get("logprobs"):
+            raise RequestError(f'the body\'s top_logprobs={top} needs "logprobs": true beside it.')
         own["logprobs"] = top if own.get("logprobs") and not own.get("logprob_token_ids") else None
         template.update(as_object("chat_template_kwargs", own.pop("chat_template_kwargs", {})))
         template.update({name: own.pop(name) for name in TEMPLATE if name in own})
