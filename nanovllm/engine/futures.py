@@ -6,7 +6,7 @@ from time import monotonic
 from typing import Any
 
 from nanovllm.engine.callers import Caller
-from nanovllm.engine.guard import Guard, abandon
+from nanovllm.engine.guard import Guard, abandon, release
 from nanovllm.engine.request import Request
 from nanovllm.engine.stream import DeltaStream
 from nanovllm.errors import EngineError
@@ -92,7 +92,7 @@ class RequestFuture(Future[RequestOutput]):
                 with Guard(engine):
                     engine._advance()
             finally:
-                engine._lock.release()
+                release(engine)
 
 
 class Submitted(Caller):

@@ -48,7 +48,14 @@ class Guard:
         if self._thresholds is not None:
             gc.set_threshold(*self._thresholds)
         if self._engine is not None:
-            self._engine._lock.release()
+            release(self._engine)
+
+
+def release(engine: Any) -> None:
+    """Give the lock back; then abort requests that were abandoned after the last step, while it was taken."""
+    engine._lock.release()
+    if engine._abandoned:
+        abandon(engine, ())
 
 
 def all_or_nothing(method: F) -> F:

@@ -9,6 +9,7 @@ from helpers import DEVICES, generate, greedy, in_threads, needs, prompt_of, run
 from leaks import check_is_empty, finish
 
 from nanovllm import EngineError
+from nanovllm.engine.guard import Guard
 from nanovllm.engine.request import Request
 
 
@@ -135,8 +136,8 @@ def test_a_stream_that_is_collected_within_the_scheduler(make_llm, reference, wh
 
 
 def test_many_requests_are_abandoned_at_once(make_llm):
-    """By another thread, amid a step: it does not wait for the call, whose next step aborts them all."""
-    llm, forward, left = make_llm(), None, []
+    """By another thread, amid a step: it does not wait for the call, whose step aborts them all at its end."""
+    llm, left = make_llm(), []
     stream = llm.stream([prompt_of(3)] * 1500, greedy(400))
     next(stream)
     forward = llm.model_runner.forward
@@ -153,6 +154,15 @@ def test_many_requests_are_abandoned_at_once(make_llm):
     assert len(llm.generate([[5, 6]], greedy(3), use_tqdm=False)[0]["token_ids"]) == 3
     assert left[0] > 0
     llm.model_runner.forward = forward
+    check_is_empty(llm)
+
+
+def test_requests_abandoned_behind_the_last_step(make_llm):
+    """While the other thread's call still has the lock: nobody takes a step that would abort them."""
+    llm = make_llm()
+    future = llm.submit(prompt_of(3), greedy(400))
+    with Guard(llm), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(future.cancel).result() and not llm.is_finished()
     check_is_empty(llm)
 
 

@@ -191,7 +191,7 @@ def test_cancel_by_asyncio_and_from_another_thread(make_llm, reference):
 def test_cancel_does_not_stop_the_thread_that_steps(make_llm, reference):
     """While ``cancel`` aborted a request, the step of the other thread was refused, and ended it."""
     llm, errors = make_llm(), []
-    mate, *others = (llm.submit(prompt_of(6), greedy(200)) for _ in range(80))
+    mate, *others = (llm.submit(prompt_of(6), greedy(n)) for n in [200, *[4000] * 79])
 
     def loop():
         try:
