@@ -11,7 +11,6 @@ import xxhash
 
 from nanovllm.attachments import Attachment
 from nanovllm.config import Config
-from nanovllm.core import Sequence
 from nanovllm.engine.checks import Checks
 from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.text.prompts import Prompt, as_list, as_token_ids, split_prompt
@@ -137,15 +136,16 @@ class InputProcessor:
         stop_ids = self._token_processors.min_tokens_stop_ids(params) if holds_back else ()
         ids = request.prompt_ids if request.attachment is None else request.attachment.token_ids
         seqs = [
-            Sequence(ids, params, seq_id, block_size, self._seed(params, seq_id, i), stop_ids, first_id)
+            Completion(ids, params, seq_id, block_size, self._seed(params, seq_id, i), stop_ids, first_id)
             for i, seq_id in enumerate(range(first_id, first_id + params.n))
         ]
+        has_processor = params.looks_at_tokens and request.failure == (None, None)
         for seq in seqs:
             seq.attachment, seq.finish_reason, seq.stop_reason = request.attachment, *request.failure
+            seq.processor = self._token_processors.make(seq) if has_processor else None
         if request.readout is not None and request.readout.rows(0, len(request.prompt_ids)):
             seqs[0].readout = request.readout
-        make, has_processor = self._token_processors.make, params.looks_at_tokens and request.failure == (None, None)
-        request.completions = [Completion(seq, make(seq) if has_processor else None) for seq in seqs]
+        request.completions = seqs
 
     def _seed(self, params: SamplingParams, seq_id: int, index: int) -> int:
         if params.seed is None:

@@ -193,7 +193,7 @@ class LLMEngine:
             except BaseException:
                 self._added.is_dropped = False  # their caller learns it now
                 raise
-        finished = [(request.request_id, request.completions[0].token_ids) for request in self._added.take()]
+        finished = [(request.request_id, request.completions[0].output_ids) for request in self._added.take()]
         return finished, num_tokens
 
     @all_or_nothing

@@ -15,7 +15,7 @@ import numpy as np
 from nanovllm.core import Batch, Sequence, SequenceStatus
 from nanovllm.engine.callers import Caller
 from nanovllm.engine.metrics import Metrics
-from nanovllm.engine.request import Request
+from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.engine.token_processor import TokenProcessor, TokenProcessors
 from nanovllm.readouts import Readout
@@ -34,16 +34,12 @@ class OutputProcessor:
 
     Attributes:
         unfinished: requests, by their id as text.
-        constrained: token processors by seq_id, of those that say what may or must be sampled.
-        with_functions: the same, of those with logits processors.
         num_not_queued: sequences of unfinished requests that the scheduler does not know yet.
     """
 
     def __init__(self, tokenizer: AsyncTokenizer, token_processors: TokenProcessors, metrics: Metrics | None = None):
         self._tokenizer, self._token_processors, self._metrics = tokenizer, token_processors, metrics or Metrics()
         self.unfinished: dict[str, Request] = {}
-        self.constrained: dict[int, TokenProcessor] = {}
-        self.with_functions: dict[int, TokenProcessor] = {}
         self.num_not_queued = 0
         self._requests: dict[int, Request] = {}  # by seq_id, while the sequence is unfinished
         self._processors: dict[int, TokenProcessor] = {}  # the same, where every token is looked at
@@ -60,20 +56,15 @@ class OutputProcessor:
 
         The others have nothing to compute and are finished at once.
         """
-        completions, waiting, done = request.completions, [], []
+        completions, waiting, done = request.completions, list[Sequence](), list[Sequence]()
         request.num_unfinished = len(completions)
         self.num_not_queued -= len(completions)
         request.caller.num_queued += len(completions)
-        completions[0].seq.arrived_at = request.arrived_at
-        for completion in completions:
-            seq, processor = completion.seq, completion.processor
+        completions[0].arrived_at = request.arrived_at
+        for seq in completions:
             self._requests[seq.seq_id] = request
-            if processor is not None:
-                self._processors[seq.seq_id] = processor
-                if seq.sampling_params.is_constrained or processor.thinking is not None:
-                    self.constrained[seq.seq_id] = processor
-                if seq.sampling_params.logits_processors:
-                    self.with_functions[seq.seq_id] = processor
+            if seq.processor is not None:
+                self._processors[seq.seq_id] = seq.processor
             if seq.finish_reason is None and (seq.is_sampled or seq.readout is not None):
                 waiting.append(seq)
             else:
@@ -113,19 +104,18 @@ class OutputProcessor:
         """Give tokens to their processors; returns the sequences that these end."""
         ended: list[Sequence] = []
         for i, seq_id in enumerate(batch.seq_ids.tolist()):
-            processor = self._processors.get(seq_id)
-            if processor is not None:
+            if (processor := self._processors.get(seq_id)) is not None:
                 logprobs = None if result.logprobs is None else result.logprobs[i]
                 if processor.update(int(result.token_ids[i]), logprobs):
                     ended.append(processor.seq)
         return ended
 
-    def _fail(self, request: Request, readout: Readout) -> list[Sequence]:
+    def _fail(self, request: Request, readout: Readout) -> list[Completion]:
         """Mark a request whose prompt has no results; returns the sequences that this ends."""
         readout.error = error = NOT_FINITE.format(readout.subject)
-        for seq in request.seqs:
+        for seq in request.completions:
             seq.finish_reason, seq.stop_reason = "error", error
-        return [seq for seq in request.seqs if seq.status is not SequenceStatus.FINISHED]
+        return [seq for seq in request.completions if seq.status is not SequenceStatus.FINISHED]
 
     def late_inputs(self, batch: Batch) -> tuple[Any, Any, list[Sequence]]:
         """The inputs of a batch's sampling that depend on the tokens before it, and the sequences that fail.
@@ -136,23 +126,25 @@ class OutputProcessor:
         """
         failed: list[Sequence] = []
         masks = process = None
-        if self.constrained:
-            *masks, failed = self.masks(batch)
-        if self.with_functions:
-            process = partial(self.process_logits, batch, failed)
+        if self._processors:
+            rows = zip(batch.req_indices.tolist(), batch.seq_ids.tolist(), strict=True)
+            found = {req_idx: self._processors[seq_id] for req_idx, seq_id in rows if seq_id in self._processors}
+            if constrained := {req_idx: each for req_idx, each in found.items() if each.is_constrained}:
+                *masks, failed = self.masks(constrained)
+            if any(each.seq.sampling_params.logits_processors for each in found.values()):
+                process = partial(self.process_logits, batch, failed)
         return masks, process, failed
 
-    def masks(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[Sequence]]:
-        """Compute masks and forced tokens of a batch's constrained requests.
+    def masks(self, constrained: dict[int, TokenProcessor]
+              ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[Sequence]]:
+        """Compute masks and forced tokens of constrained sequences, given by their request slots.
 
         Returns:
             Request slots, int32 [n]; their masks, int32 [n, ceil(V / 32)]; slots and the token that each must sample,
             int32 [m, 2]; and the sequences whose grammar fails.
         """
-        places = zip(batch.req_indices.tolist(), batch.seq_ids.tolist(), strict=True)
-        found = {req_idx: self.constrained[seq_id] for req_idx, seq_id in places if seq_id in self.constrained}
-        masked = {req_idx: each for req_idx, each in found.items() if each.grammar or each.bad_words}
-        forced = [(req_idx, token_id) for req_idx, each in found.items() if (token_id := each.forced) is not None]
+        masked = {req_idx: each for req_idx, each in constrained.items() if each.grammar or each.bad_words}
+        forced = [(req_idx, token_id) for req_idx, each in constrained.items() if (token_id := each.forced) is not None]
         bitmask, failed = self._token_processors.masks([*masked.values()])
         return np.array([*masked], np.int32), bitmask, np.array(forced, np.int32).reshape(-1, 2), failed
 
@@ -164,30 +156,30 @@ class OutputProcessor:
             rows: their places in the batch.
         """
         for row, values in zip(rows.tolist(), logits, strict=True):
-            processor = self.with_functions.get(int(batch.seq_ids[row]))
+            processor = self._processors.get(int(batch.seq_ids[row]))
             if processor is None or processor.seq.finish_reason is not None:  # its grammar has failed
                 continue
             if not self._token_processors.process_logits(processor, values):
                 failed.append(processor.seq)
 
-    def finish(self, seqs: Iterable[Sequence]) -> None:
+    def finish(self, seqs: Iterable[Any]) -> None:
         """Take in finished sequences; requests that are complete now go to their callers.
 
         Lists of ids are made here, while the device works: a million ids take the host 30 ms.
         """
         for seq in seqs:
             request = self._pop(seq)
+            caller = request.caller
             if seq.finish_reason == "error":
-                logger.warning("request %d: %s", seq.group_id, seq.stop_reason)
-            completion, caller = request.completions[seq.seq_id - request.request_id], request.caller
-            completion.token_ids = seq.completion_token_ids
+                logger.warning("request %d: %s", request.request_id, seq.stop_reason)
+            seq.output_ids = seq.completion_token_ids
             if caller.detokenize:
-                completion.text = completion.decode(self._tokenizer)
+                seq.text = seq.decode(self._tokenizer)
             request.num_unfinished -= 1
             if request.num_unfinished == 0:
                 self._forget(request)
                 caller.finished.append(request)
-                self._metrics.finished(request.completions[0].seq)
+                self._metrics.finished(request.completions[0])
 
     def abort(self, request: Request) -> list[Sequence]:
         """Forget an unfinished request; return its sequences that are not finished."""
@@ -195,18 +187,16 @@ class OutputProcessor:
         self._forget(request)
         if not request.completions:
             self.num_not_queued -= request.params.n
-        unfinished = [seq for seq in request.seqs if seq.seq_id in self._requests]
+        unfinished = [seq for seq in request.completions if seq.seq_id in self._requests]
         for seq in unfinished:
             self._pop(seq)
-        return unfinished
+        return list(unfinished)
 
     def _pop(self, seq: Sequence) -> Request:
-        """Forget a sequence."""
+        """Forget a sequence; returns its request."""
+        self._processors.pop(seq.seq_id, None)
         request = self._requests.pop(seq.seq_id)
         request.caller.num_queued -= 1
-        self._processors.pop(seq.seq_id, None)
-        self.constrained.pop(seq.seq_id, None)
-        self.with_functions.pop(seq.seq_id, None)
         return request
 
     def _forget(self, request: Request) -> None:
@@ -219,6 +209,6 @@ class OutputProcessor:
         for request in dropped:
             request.caller.drop()
         self.num_not_queued = 0
-        for known in (self.unfinished, self._requests, self._processors, self.constrained, self.with_functions):
+        for known in (self.unfinished, self._requests, self._processors):
             known.clear()
         return dropped

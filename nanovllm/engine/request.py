@@ -1,6 +1,6 @@
 """One request: a prompt, the sequences that complete it, and their results.
 
-Input and output processor fill it; the scheduler sees its sequences only.
+Input and output processor fill it; the scheduler sees its sequences alone.
 """
 
 from concurrent.futures import Future
@@ -18,36 +18,34 @@ from nanovllm.readouts import Readout
 from nanovllm.sampling_params import SamplingParams
 
 
-@dataclass(eq=False)
-class Completion:
-    """One sequence of a request, and its result.
+class Completion(Sequence):
+    """A sequence with its result.
 
     Attributes:
-        processor: of its tokens, if the host looks at every one.
-        token_ids: once it is finished.
-        text: the same, if somebody waits for it.
+        processor: looks at each of its tokens; None where nothing must.
+        output_ids: its tokens, a list made when it finishes.
+        text: the text of these, if somebody waits for it.
     """
 
-    seq: Sequence
-    processor: TokenProcessor | None
-    token_ids: list[int] = field(default_factory=list)
+    processor: TokenProcessor | None = None
+    output_ids: list[int]
     text: Future[str] | None = None
 
     def decode(self, tokenizer: AsyncTokenizer) -> Future[str]:
         """The text of the finished sequence. A token that ended it stays out, unless the request wants it."""
-        seq, params, token_ids = self.seq, self.seq.sampling_params, self.token_ids
         if self.processor is not None and self.processor.stop_text is not None:
             return done(self.processor.stop_text)
-        by_token = seq.finish_reason == "stop" and not isinstance(seq.stop_reason, str)  # else by a repetition
+        params, token_ids = self.sampling_params, self.output_ids
+        by_token = self.finish_reason == "stop" and not isinstance(self.stop_reason, str)  # else by a repetition
         ends_early = by_token and not params.include_stop_str_in_output
         return tokenizer.decode_later(token_ids[:-1] if ends_early else token_ids, params)
 
     def output(self, index: int, tokenizer: AsyncTokenizer, reasoning: CompletionReasoning) -> CompletionOutput:
         """The finished completion; waits for the text."""
-        seq, (text, failure) = self.seq, tokenizer.decoded(self.text or self.decode(tokenizer))
-        logprobs = (None, None) if self.processor is None else self.processor.logprobs(self.token_ids)
-        reasons = (seq.finish_reason, seq.stop_reason) if failure is None else ("error", failure)
-        return CompletionOutput(index, text, self.token_ids, *logprobs, *reasons, None, reasoning)
+        text, failure = tokenizer.decoded(self.text or self.decode(tokenizer))
+        logprobs = (None, None) if self.processor is None else self.processor.logprobs(self.output_ids)
+        reasons = (self.finish_reason, self.stop_reason) if failure is None else ("error", failure)
+        return CompletionOutput(index, text, self.output_ids, *logprobs, *reasons, None, reasoning)
 
 
 @dataclass(eq=False)
@@ -81,10 +79,6 @@ class Request:
     arrived_at: float = 0.0  # perf_counter, in seconds
 
     @property
-    def seqs(self) -> list[Sequence]:
-        return [completion.seq for completion in self.completions]
-
-    @property
     def has_text(self) -> bool:
         """Whether ``output`` need not wait, once the request is finished."""
         return all(completion.text is None or completion.text.done() for completion in self.completions)
@@ -98,6 +92,6 @@ class Request:
         texts = self.tokenizer.texts if self.params.detokenize else None
         return RequestOutput(
             str(self.request_id), self.prompt, self.prompt_ids.tolist, outputs,
-            self.completions[0].seq.num_cached_tokens, finished, index=self.index,
+            self.completions[0].num_cached_tokens, finished, index=self.index,
             **self.readout.output_fields(texts) if self.readout is not None else {},
         )  # fmt: skip

@@ -17,13 +17,13 @@ class DeltaStream:
 
     def __init__(self, request: Request):
         self._request = request
-        self._num_sent = [0] * len(request.seqs)  # tokens
-        self._sent = [""] * len(request.seqs)  # text
-        self._unsent = [""] * len(request.seqs)  # text
+        self._num_sent = [0] * len(request.completions)  # tokens
+        self._sent = [""] * len(request.completions)  # text
+        self._unsent = [""] * len(request.completions)  # text
         params, tokenizer = request.params, request.tokenizer.tokenizer
         self._detokenizers = [
             IncrementalDetokenizer(tokenizer, params.skip_special_tokens, params.spaces_between_special_tokens)
-            for _ in request.seqs
+            for _ in request.completions
             if tokenizer is not None and params.detokenize
         ]
         self._held_back = max((len(text) - 1 for text in params.stop or ()), default=0)
@@ -33,8 +33,7 @@ class DeltaStream:
         if self._request.num_unfinished == 0:
             return self._request.output() if cumulative else self._last()
         outputs, is_new = [], False
-        for index, completion in enumerate(self._request.completions):
-            seq = completion.seq
+        for index, seq in enumerate(self._request.completions):
             start, stop, first = self._num_sent[index], seq.num_completion_tokens, seq.num_prompt_tokens
             if seq.finish_reason is not None and stop > start:
                 stop -= 1  # the token that ended it may not belong to the text: the last delta tells

@@ -95,6 +95,11 @@ class TokenProcessor:
         return not was_finished
 
     @property
+    def is_constrained(self) -> bool:
+        """Whether its tokens decide which ones it may sample next."""
+        return self.grammar is not None or self.bad_words is not None or self.thinking is not None
+
+    @property
     def is_thinking(self) -> bool:
         return self.thinking is not None and self.thinking.is_open
 

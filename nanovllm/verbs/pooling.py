@@ -178,7 +178,7 @@ def pooled_output(make: Callable[[np.ndarray], Any], request: Request) -> Poolin
     assert isinstance(readout, PooledState)
     return PoolingRequestOutput(
         str(request.request_id), make(readout.mean()) if readout.error is None else None, request.prompt_ids.tolist,
-        request.completions[0].seq.num_cached_tokens, prompt=request.prompt, index=request.index, error=readout.error,
+        request.completions[0].num_cached_tokens, prompt=request.prompt, index=request.index, error=readout.error,
     )  # fmt: skip
 
 

@@ -72,7 +72,7 @@ def launches_of(seed, at_once, least):
     requests = engine._inputs.make_all(prompts, every)
     for request, (_, prompt) in zip(requests, prompts, strict=True):
         engine._inputs.make_completions(request)
-        for seq in request.seqs:  # for what the device is to expect
+        for seq in request.completions:  # for what the device is to expect
             harness.requests[seq.seq_id] = Request(prompt, request.params, 16, seq.seed, (EOS,), None, None, 0)
         request.completions = []
     launches, forward, advance = [], harness.device.forward, engine._advance
@@ -93,7 +93,7 @@ def launches_of(seed, at_once, least):
         if at_once:
             patch.setattr(callers, "FIRST", 1000)
             patch.setattr(callers, "WINDOW", 1000)
-        finished = {r.index: [c.token_ids for c in r.completions] for _, ended in run(engine, requests) for r in ended}
+        finished = {r.index: [c.output_ids for c in r.completions] for _, ended in run(engine, requests) for r in ended}
     assert engine.is_finished() and not harness.scheduler.waiting and not engine._outputs.num_not_queued
     assert len(finished) == len(prompts)
     return launches, finished

@@ -205,19 +205,19 @@ class Harness:
         call = self.engine._added
         request = call.unfinished.get(request_id) or next(r for r in call.finished if r.request_id == request_id)
         self.made[request_id] = request
-        assert len({seq.seed for seq in request.seqs}) == request.params.n == len(request.seqs)
+        assert len({seq.seed for seq in request.completions}) == request.params.n == len(request.completions)
         stop_after = int(request.params.stop[0]) if request.params.stop else None
-        for seq in request.seqs:
+        for seq in request.completions:
             self.requests[seq.seq_id] = Request(
                 prompt, request.params, self.config.max_model_len, seq.seed, (EOS,), stop_after,
-                targets if seq is request.seqs[0] else None, first_target,
+                targets if seq is request.completions[0] else None, first_target,
             )  # fmt: skip
 
     def abort(self, request_id):
         request = self.engine._added.unfinished.get(request_id)
         if request is not None:
             self.aborted.add(request_id)
-            self.device.seen |= {f"aborted {state}" for state in map(self.state_of, request.seqs)}
+            self.device.seen |= {f"aborted {state}" for state in map(self.state_of, request.completions)}
         self.engine.abort(request_id)
 
     def end(self, seq):
@@ -245,7 +245,7 @@ class Harness:
         self.num_steps += 1
         for request in self.engine._added.take():
             assert request.request_id not in self.aborted
-            for seq in request.seqs:
+            for seq in request.completions:
                 assert seq.seq_id not in self.outputs
                 self.outputs[seq.seq_id] = seq
         self.check()
@@ -282,11 +282,11 @@ class Harness:
 
     def check_outputs(self):
         taken = [r for request_id, r in self.made.items() if request_id not in self.aborted]
-        assert self.outputs.keys() == {seq.seq_id for r in taken for seq in r.seqs}
+        assert self.outputs.keys() == {seq.seq_id for r in taken for seq in r.completions}
         for request in taken:
-            for seq, completion in zip(request.seqs, request.output().outputs, strict=True):
+            for seq, completion in zip(request.completions, request.output().outputs, strict=True):
                 self.check_completion(seq, self.requests[seq.seq_id], completion)
-            if not self.ended & {seq.seq_id for seq in request.seqs}:
+            if not self.ended & {seq.seq_id for seq in request.completions}:
                 self.check_prompt_logprobs(request, self.requests[request.request_id])
 
     def check_completion(self, seq, expected, completion):
@@ -342,11 +342,12 @@ class Harness:
         holders = [*running, *(seq for seq in waiting if seq.req_idx >= 0)]
 
         # nobody is lost, nobody is twice there
-        unfinished = [seq for r in self.made.values() for seq in r.seqs if seq.status is not SequenceStatus.FINISHED]
+        seqs = [seq for request in self.made.values() for seq in request.completions]
+        unfinished = [seq for seq in seqs if seq.status is not SequenceStatus.FINISHED]
         assert Counter((*running, *waiting, *unsampled)) == Counter(unfinished)
         for request_id, request in self.made.items():
             is_taken = request_id in self.aborted or request_id in self.outputs
-            assert is_taken == all(seq.status is SequenceStatus.FINISHED for seq in request.seqs)
+            assert is_taken == all(seq.status is SequenceStatus.FINISHED for seq in request.completions)
         assert all(seq.status is SequenceStatus.RUNNING for seq in holders)
         assert all(seq.req_idx >= 0 for seq in running)
         assert all(seq is waiting[0] for seq in waiting if seq.req_idx >= 0)  # only the head may be half computed
@@ -545,7 +546,7 @@ def happen(harness, arrival):
     if arrival.event == "forget":
         harness.scheduler.block_manager.forget_prefixes()
     elif arrival.event is not None and harness.made:
-        seqs = [seq for request in harness.made.values() for seq in request.seqs]
+        seqs = [seq for request in harness.made.values() for seq in request.completions]
         seq = seqs[arrival.whom % len(seqs)]
         if arrival.whom % 4 == 0:
             for _ in range(4):
@@ -554,7 +555,7 @@ def happen(harness, arrival):
                     break
                 harness.step()
         if arrival.event == "abort":
-            harness.abort(next(id for id, request in harness.made.items() if seq in request.seqs))
+            harness.abort(next(id for id, request in harness.made.items() if seq in request.completions))
         else:
             harness.end(seq)
 

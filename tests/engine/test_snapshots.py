@@ -107,7 +107,7 @@ def make(num_snapshots=8, block_size=4, chunk=4, **options):
 def cached(harness):
     """``num_cached_tokens`` of each request, in order of arrival."""
     harness.run_to_end()
-    return [request.seqs[0].num_cached_tokens for request in harness.made.values()]
+    return [request.completions[0].num_cached_tokens for request in harness.made.values()]
 
 
 def prompt(*tails, length=8):
