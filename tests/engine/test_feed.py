@@ -249,7 +249,7 @@ def test_a_call_within_a_call_fails_to_make_the_outer_requests(make_llm, monkeyp
 
     def generate_within():
         with monkeypatch.context() as patch, pytest.raises(MemoryError):
-            patch.setattr("nanovllm.engine.input_processor.Sequence", fail)
+            patch.setattr("nanovllm.engine.input_processor.Completion", fail)
             llm.generate([[7, 1]], greedy(3), use_tqdm=False)
 
     steps, advance = iter(range(100)), llm._advance
