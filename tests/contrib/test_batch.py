@@ -521,6 +521,57 @@ def test_rows_of_the_wrong_json_are_error_rows(tmp_path, stubbed):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_prompt_is_for_rows_that_have_an_image(tmp_path, stubbed, suffix):
+    """Where some row has an image, one without was answered from nothing; also where none has."""
+    cells = {"a": "x.png", "null": None, "empty": "", "list": [], "missing": ...}
+    rows = [{"id": key, **({} if cell is ... else {"image": cell})} for key, cell in cells.items()]
+    rows.append({"id": "own", "prompt": "2 + 3", "image": None})
+    source = tmp_path / f"in{suffix}"
+    if suffix == ".jsonl":
+        write_jsonl(source, rows)
+    elif suffix == ".csv":
+        source.write_text('id,image,prompt\na,x.png,\nnull,,\nempty,"",""\nlist,[],\nmissing\nown,,2 + 3\n')
+    else:
+        parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
+        import pyarrow
+
+        strings = [{"prompt": None, **row, "image": row.get("image") or None} for row in rows]
+        parquet.write_table(pyarrow.Table.from_pylist(strings), source)
+    assert batch(source, tmp_path / "out.jsonl", "--chat", "--prompt", "Read it.") == 3
+    found = {record["custom_id"]: record for record in read_jsonl(tmp_path / "out.jsonl")}
+    assert [key for key, record in found.items() if record["error"] is None] == ["a", "own"]
+    assert {record["error"]["message"] for record in found.values() if record["error"]} == {
+        "the row has no image in 'image', and --prompt is for rows that have one; give it an image, or a prompt of its "
+        "own."
+    }  # fmt: skip
+
+
+def test_a_column_without_one_image(tmp_path, stubbed):
+    """Parquet lost the column; a table without it may have one prompt for all rows."""
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
+    import pyarrow
+
+    for columns, status in (({"id": [1], "image": pyarrow.array([None], pyarrow.string())}, 3), ({"id": [1]}, 0)):
+        parquet.write_table(pyarrow.table(columns), tmp_path / "in.parquet")
+        assert batch(tmp_path / "in.parquet", tmp_path / f"{status}.jsonl", "--prompt", "Read it.") == status
+
+
+def test_prompts_that_are_no_text_with_chat(tmp_path, stubbed):
+    """A list of prompts was joined to one message, an empty one answered. A list of parts is the user's message."""
+    parts = [{"type": "text", "text": "2"}, {"type": "text", "text": "+ 3"}]
+    prompts = [["a", "b"], ["a"], [], [17, 4], [{"role": "user", "content": "x"}], {"prompt": "x"}, 5, ["a", parts[0]]]
+    rows = [{"id": str(prompt), "prompt": prompt} for prompt in (*prompts, parts, "2 + 3")]
+    assert batch(write_jsonl(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", "--chat") == 3
+    *refused, of_parts, of_text = read_jsonl(tmp_path / "out.jsonl")
+    for record, prompt in zip(refused, prompts, strict=True):
+        kind = "the token ids " if prompt == [17, 4] else ""
+        assert record["error"]["message"].startswith(f"with --chat a prompt must be a text, not {kind}{prompt}. Give ")
+    assert refused[3]["error"]["message"].endswith("Give the text, or leave out --chat.")
+    assert of_parts["text"] == str([{"role": "user", "content": parts}])
+    assert of_text["text"] == str([{"role": "user", "content": "2 + 3"}])
+
+
 def test_what_has_changed_is_said(tmp_path, stubbed, capsys):
     out, source = tmp_path / "out.jsonl", write_jsonl(tmp_path / "in.jsonl", questions(3))
     assert batch(source, out, "--temperature", "0.5") == 0

@@ -51,6 +51,7 @@ def run(args: Any) -> int:
         raise ConfigError(f"OUT={path} is the input, lies in it, or holds it.")
     source = Input(args.input, args.id_column)
     check_columns(args, source.columns)
+    args.image_columns = [name for name in IMAGES if name in source.columns]
     if filesystem is None and has_feature("engine.images"):  # paths of images are relative to the input's directory
         args.engine.setdefault("allowed_local_media_path", str(there if there.is_dir() else there.parent))
     used = {*USED, args.id_column, args.prompt_column, args.messages_column}

@@ -23,7 +23,7 @@ import filelock
 import numpy as np
 import xxhash
 
-from nanovllm.contrib.jobs.rows import Row, hash_of, row_of
+from nanovllm.contrib.jobs.rows import IMAGES, Row, hash_of, row_of
 from nanovllm.errors import ConfigError, NanoVLLMError, RequestError
 
 with suppress(ImportError):  # Windows
@@ -114,7 +114,8 @@ def read_parquet(path: File) -> Iterator[Values]:
                         values[name] = without_nones(value)
                     except RequestError as error:
                         values[name] = RequestError(f"{name!r}: {error}")
-                yield {name: value for name, value in values.items() if value is not None}
+                # an image's null stays: a column without one image is a column of images
+                yield {name: value for name, value in values.items() if value is not None or name in IMAGES}
 
 
 def require_distinct(path: File, columns: Sequence[str]) -> None:
