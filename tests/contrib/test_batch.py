@@ -15,6 +15,7 @@ import tracemalloc
 from dataclasses import fields
 
 import fsspec
+import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractBufferedFile
@@ -132,6 +133,43 @@ def test_texts_are_those_of_generate_and_errors_do_not_stop_a_job(tmp_path, caps
         "position 0: surrogates not allowed",
     }
     assert found["typo"]["error"]["type"] == "RequestError"
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out"])
+def test_the_end_line_counts_rows_that_max_tokens_cut(tmp_path, capsys, name):
+    """Nothing told of them, nor of JSON that was cut. Those of earlier runs count, too."""
+    pytest.importorskip("llguidance")
+    if name == "out":
+        pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
+
+    def row(key, max_tokens, **more):
+        more = {"temperature": 0, "max_tokens": max_tokens, **more}
+        return {"id": key, "messages": [{"role": "user", "content": "2 + 3"}], "sampling_params": more}
+
+    body = {"messages": [{"role": "user", "content": "introduce yourself"}], "temperature": 0}
+    constraint = {"choice": ["a long answer in many words"]}
+    rows = [
+        row("whole", 20), row("cut", 3, ignore_eos=True), row("error", -5),
+        row("cut answer", 2, structured_outputs=constraint), row("whole answer", 40, structured_outputs=constraint),
+        row("stopped answer", 40, structured_outputs=constraint, stop=["many"]),
+        row("one of two cut", 30, n=2, temperature=1.0, structured_outputs={"choice": ["y", "y" * 200]}, logit_bias={}),
+        {"custom_id": "line", "body": {**body, "max_tokens": 1}}, {"custom_id": "whole line", "body": body},
+    ]  # fmt: skip
+    argv = write_jsonl(tmp_path / "in.jsonl", rows), tmp_path / name, *OPTIONS
+    assert batch(*argv) == 3
+    said = capsys.readouterr().err.splitlines()
+    found = [record for file in files.Output(argv[1], False).files() for record in files.read(file)]
+    (two,) = (record["outputs"] for record in found if record["custom_id"] == "one of two cut")
+    two = [each["finish_reason"] for each in (json.loads(two) if name == "out" else two)]
+    num_cut, num_incomplete = 3 + ("length" in two), 2 + ("length" in two)
+    cut = f"{num_cut} of them ended at max_tokens."
+    expected = [f"9 rows in {argv[1]}: 9 now, 0 before, 1 of them errors.",
+                f"{cut} Of those now, {num_incomplete} have an incomplete structured output."]  # fmt: skip
+    assert [line for line in said if " of them " in line and "cached" not in line] == expected
+    assert batch(*argv) == 3
+    assert capsys.readouterr().err.splitlines()[-2:] == [
+        f"9 rows in {argv[1]}: 0 now, 9 before, 1 of them errors.", cut
+    ]  # fmt: skip
 
 
 class Panic(BaseException):
@@ -506,6 +544,64 @@ def test_shards_cover_the_rows(tmp_path, stubbed):
     parts = [read_jsonl(tmp_path / f"out-{k}-of-3.jsonl") for k in range(3)]
     assert [len(part) for part in parts] == [4, 3, 3]
     assert {r["custom_id"]: r["text"] for part in parts for r in part} == {f"row-{i}": str(i) for i in range(10)}
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out"])
+def test_limit(tmp_path, stubbed, capsys, name):
+    """The first rows in the order of IN, as part of the job: with more, or without a limit, it goes on."""
+    if name == "out":
+        pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
+    (tmp_path / "in").mkdir()
+    write_jsonl(tmp_path / "in" / "b.jsonl", [*questions(9)[5:], {"id": "bad"}])
+    write_jsonl(tmp_path / "in" / "a.jsonl", questions(5))
+    argv = tmp_path / "in", tmp_path / name
+
+    def ids():
+        return [record["custom_id"] for file in files.Output(argv[1], False).files() for record in files.read(file)]
+
+    for limit, num_now in ((1, 1), (6, 5), (4, 0)):
+        assert batch(*argv, "--limit", limit) == 0
+        *_, first = lines = capsys.readouterr().err.splitlines()
+        shown = [json.loads(line) for line in lines if line.startswith("{")]
+        assert [record["custom_id"] for record in shown] == ["q0", "q1"][:limit] and json.loads(first) == shown[-1]
+        assert shown[0]["text"] == "0 + 3" and shown[0]["finish_reason"] == "1.0 64"
+        say = f"{limit} rows in {argv[1]}: {num_now} now, {limit - num_now} before, 0 of them errors."
+        assert say in lines and f"--limit {limit}: without it the same command does the other rows, too." in lines
+    assert ids() == [f"q{i}" for i in range(6)]
+    assert batch(*argv) == 3 and ids() == [*(f"q{i}" for i in range(9)), "bad"]
+    assert "10 rows in" in capsys.readouterr().err
+    assert batch(*argv, "--limit", "9") == 0 and batch(*argv, "--limit", "99") == 3  # the error is of the tenth
+    assert batch(*argv, "--limit", "9", "--retry-errors") == 0 and len(ids()) == 10
+    assert error_of(capsys, *argv, "--limit", "0").endswith("error: --limit 0: it must be at least 1.\n")
+
+
+def test_limit_of_a_shard(tmp_path, stubbed, monkeypatch):
+    """And of several engines, which share the first rows."""
+    source = write_jsonl(tmp_path / "in.jsonl", questions(10))
+    assert batch(source, tmp_path / "out.jsonl", "--shard", "1/3", "--limit", "2") == 0
+    assert [record["custom_id"] for record in read_jsonl(tmp_path / "out-1-of-3.jsonl")] == ["q1", "q4"]
+    several = lambda args, source, todo: stub(args, source.rows_to_do(todo))  # noqa: E731
+    monkeypatch.setattr(engines, "complete_in_processes", several)
+    assert batch(source, tmp_path / "two.jsonl", "--limit", "3", "--data-parallel-size", "2") == 0
+    assert [record["custom_id"] for record in read_jsonl(tmp_path / "two.jsonl")] == ["q0", "q1", "q2"]
+
+
+def test_no_row_is_read_behind_the_last_one_to_do(tmp_path):
+    """A limited job would read the whole input before its last step."""
+    source = files.Input(write_jsonl(tmp_path / "in.jsonl", questions(10)), None)
+    read, rows = [], source.rows
+    source.rows = lambda: (read.append(row.key) or row for row in rows())
+    todo = np.arange(10) == 3
+    assert [row.key for row in source.rows_to_do(todo)] == ["q3"] and read == ["q0", "q1", "q2", "q3"]
+
+
+def test_help_tells_of_whitespace(capsys):
+    """JSON that was all blanks at max_tokens surprised people."""
+    with pytest.raises(SystemExit):
+        main(["batch", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "allows whitespace wherever JSON does" in text and "``disable_any_whitespace`` allows none" in text
+    assert """For example '{"json": {"type": "object"}, "disable_any_whitespace": true}'.""" in text
 
 
 def test_rows_of_the_wrong_json_are_error_rows(tmp_path, stubbed):

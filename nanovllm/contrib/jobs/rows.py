@@ -29,6 +29,7 @@ NEUTRAL: dict[str, tuple] = {
 }  # fmt: skip
 IMAGES = ("images", "image")  # columns
 PLACE = {"type": "image"}  # a part of a message
+COMPLETE, ERROR, CUT = 0, 1, 2  # ends of a row; CUT: a completion ended at max_tokens
 TEMPLATE = ("tools", "add_generation_prompt", "continue_final_message", "chat_template")
 
 
@@ -254,6 +255,21 @@ def record_of(row: Row, output: RequestOutput, params: SamplingParams, model: st
     if params.prompt_logprobs is not None:
         record["prompt_logprobs"] = plain_logprobs(output.prompt_logprobs)
     return {**record, "error": None}
+
+
+def end_of(record: dict[str, Any]) -> int:
+    """How a row ended, by its record: COMPLETE, ERROR or CUT. Parquet has nested values as JSON text."""
+    if record.get("error") is not None:
+        return ERROR
+    response, outputs = (from_json(name, record.get(name)) for name in ("response", "outputs"))
+    completions = response["body"]["choices"] if response else outputs or [record]
+    return CUT if any(each.get("finish_reason") == "length" for each in completions) else COMPLETE
+
+
+def is_incomplete(output: RequestOutput, params: SamplingParams) -> bool:
+    """Whether a structured output did not end by itself: at max_tokens, at a stop string, or at a repetition."""
+    are_whole = all(o.finish_reason == "stop" and o.stop_reason is None for o in output.outputs)
+    return params.structured_outputs is not None and not are_whole
 
 
 def split_of(output: CompletionOutput) -> dict[str, str]:
