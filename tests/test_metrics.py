@@ -148,7 +148,7 @@ class Page(HTMLParser):
 
 
 def test_page_needs_nothing_else(tmp_path):
-    pytest.importorskip("matplotlib", reason="needs nanovllm[plot]")
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
     source = write(tmp_path / "a <b> $c^.jsonl", [sample(t, generated=30 * t, running=3) for t in range(300)])
     assert main(["plot", str(source), str(tmp_path / "page.html")]) == 0
     text = (tmp_path / "page.html").read_text()
@@ -162,7 +162,7 @@ def test_page_needs_nothing_else(tmp_path):
 
 
 def test_png(tmp_path):
-    pytest.importorskip("matplotlib", reason="needs nanovllm[plot]")
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
     source = write(tmp_path / "m.jsonl", [sample(t, generated=30 * t, running=3) for t in range(30)])
     assert main(["plot", str(source), str(tmp_path / "page.png")]) == 0
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
@@ -208,5 +208,5 @@ def test_what_cannot_be_drawn(tmp_path, capsys, monkeypatch):
     same = "OUT=/page.html is METRICS, and would be overwritten; give another OUT.\n"
     assert error(tmp_path / "metrics.html", page.name) == same
     for output in ("a.html", "a.png"):
-        assert error(good, output) == "plot needs matplotlib: pip install 'nanovllm[plot]'.\n"
+        assert error(good, output) == "plot needs matplotlib: pip install '.[plot]' in the checkout.\n"
     assert error(tmp_path / "none", "a.html") == "[Errno 2] No such file or directory: '/none'\n"

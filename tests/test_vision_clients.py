@@ -170,7 +170,7 @@ def test_images_of_rows():
     assert second["content"] == [{"type": "image", "image": "a"}, {"type": "text", "text": "u"}]
 
 
-@pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray Data: pip install 'nanovllm[ray]'")
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray Data: pip install '.[ray]'")
 def test_rows_of_ray_data(path, png, expected):
     import pyarrow as pa
 

@@ -697,7 +697,7 @@ def test_a_run_file_that_is_damaged(tmp_path, stubbed, capsys, text):
 
 @pytest.mark.parametrize("keep", [slice(0, 0), slice(-9), slice(200), slice(9, None)], ids=range(4))
 def test_a_part_that_is_damaged(tmp_path, stubbed, capsys, keep):
-    pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]")
+    pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
     source, out = write_jsonl(tmp_path / "in.jsonl", questions(2)), tmp_path / "out"
     assert batch(source, out) == 0
     part = out / "part-000000.parquet"
@@ -743,7 +743,7 @@ def test_two_columns_of_one_name(tmp_path, stubbed, capsys):
     (tmp_path / "in.csv").write_text("id,prompt,prompt\n1,2 + 3,1 + 1\n")
     err = error_of(capsys, tmp_path / "in.csv", tmp_path / "out.jsonl")
     assert "in.csv has several columns named 'prompt'; give each a name of its own." in err
-    parquet = pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
     import pyarrow
 
     table = pyarrow.Table.from_arrays([pyarrow.array(["x"])] * 2, names=["prompt", "prompt"])
@@ -868,7 +868,7 @@ def test_two_names_of_one_output(tmp_path, monkeypatch, capsys, name):
     """Both jobs ran, for each name had a lock of its own; and a torn line replaced the link, not the file. A hard link
     has a lock and a run file of its own."""
     if name == "out":
-        pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]")
+        pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
     source, out, link = write_jsonl(tmp_path / "in.jsonl", questions(3)), tmp_path / "real" / name, tmp_path / name
     out.parent.mkdir()
     link.symlink_to(out)
@@ -938,7 +938,7 @@ def stores(monkeypatch):
 )  # fmt: skip
 def test_a_directory_at_a_url(tmp_path, stores, monkeypatch, capsys, url, given):
     """Rows in the order of the files' names; one job however IN is spelled; as strict as with local files."""
-    parquet, pyarrow = pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]"), sys.modules["pyarrow"]
+    parquet, pyarrow = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow"), sys.modules["pyarrow"]
     url = url.replace("{}", str(tmp_path))
     given, copy, out = given or url, tmp_path / "copy", tmp_path / "out.jsonl"
     copy.mkdir()
@@ -986,7 +986,7 @@ def test_a_directory_at_a_url(tmp_path, stores, monkeypatch, capsys, url, given)
          "--metrics=memory://m must be a local path, for the job appends to it; copy it afterwards."),
         (("nowhere://x.csv", "out.jsonl"), "IN=nowhere://x.csv cannot be opened: Protocol not known: nowhere"),
         (("az://box/x.csv", "out.jsonl"), "IN=az://box/x.csv needs a package that is missing: pip install "
-         "'nanovllm[remote]' (Install adlfs to access Azure Datalake Gen2 and Azure Blob Storage)."),
+         "'.[remote]' in the checkout (Install adlfs to access Azure Datalake Gen2 and Azure Blob Storage)."),
         (("simplecache::memory://torn.parquet", "out.jsonl"), "memory:///torn.parquet cannot be read: "),
         (("file://{}/in.jsonl", "in.jsonl"), "OUT={}/in.jsonl is the input, lies in it, or holds it."),
         (("in.jsonl", "out.jsonl", "--metrics", "in.jsonl"), "it is IN or OUT, and would be appended to."),
@@ -1014,7 +1014,7 @@ def test_lines_of_a_url_are_read_in_blocks(stores):
 def test_urls_without_fsspec(tmp_path, stubbed, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "fsspec", None)
     err = error_of(capsys, "memory://in.jsonl", tmp_path / "out.jsonl")
-    assert "IN=memory://in.jsonl needs a package that is missing: pip install 'nanovllm[remote]' (" in err
+    assert "IN=memory://in.jsonl needs a package that is missing: pip install '.[remote]' in the checkout (" in err
     assert batch(write_jsonl(tmp_path / "in.jsonl", questions(2)), tmp_path / "out.jsonl") == 0
 
 
@@ -1033,7 +1033,7 @@ def test_csv(tmp_path, stubbed, capsys):
 
 
 def test_parquet(tmp_path, stubbed, monkeypatch):
-    parquet = pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
     import pyarrow
 
     talk = [{"role": "user", "content": "hello"}]
@@ -1074,7 +1074,7 @@ def test_parquet(tmp_path, stubbed, monkeypatch):
 )  # fmt: skip
 def test_a_null_in_a_schema_of_parquet(tmp_path, schema, seen):
     """Arrow keeps an absent field as null. {"const": null} became {}, which allows everything."""
-    parquet = pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
     import pyarrow
 
     rows = [{"id": 7, "prompt": "x", "sampling_params": {"structured_outputs": {"json": schema}}}, {"id": 8}]
@@ -1093,7 +1093,7 @@ def test_a_null_in_a_schema_of_parquet(tmp_path, schema, seen):
 def test_an_id_keeps_its_name(tmp_path, monkeypatch, name, keys, out):
     """Only custom_id had it, whatever the column of IN. A column of the answer's name keeps the answer."""
     if out == "out":
-        pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]")
+        pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
 
     def answer(args, rows):
         for row in rows:
@@ -1112,7 +1112,7 @@ def test_an_id_keeps_its_name(tmp_path, monkeypatch, name, keys, out):
 
 def test_half_of_a_surrogate_pair_in_parquet(tmp_path, stubbed):
     """Arrow refused the text and the id when the part was written, at every restart."""
-    parquet = pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
     source = write_jsonl(tmp_path / "in.jsonl", [{"id": "\udc01 a", "prompt": "x \ud83d"}, {"id": "b", "prompt": "y"}])
     for _ in range(2):  # the second one finds both
         assert batch(source, tmp_path / "out") == 0
@@ -1122,7 +1122,7 @@ def test_half_of_a_surrogate_pair_in_parquet(tmp_path, stubbed):
 
 def test_overwrite_of_a_directory(tmp_path, stubbed, capsys):
     """Whatever else it holds; but not if that is the input."""
-    parquet = pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
     source, out = write_jsonl(tmp_path / "in.jsonl", questions(3)), tmp_path / "out"
     assert batch(source, out) == 0
     (out / ".part-000001.parquet").write_bytes(b"half of a part")
@@ -1140,7 +1140,7 @@ def test_parquet_without_pyarrow(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     source = write_jsonl(tmp_path / "in.jsonl", questions(2))
     err = error_of(capsys, source, tmp_path / "out")
-    assert err.endswith("error: parquet needs pyarrow: pip install 'nanovllm[parquet]'.\n")
+    assert err.endswith("error: parquet needs pyarrow: pip install '.[parquet]' in the checkout.\n")
 
 
 def test_memory_does_not_grow_with_the_rows(tmp_path, stubbed):

@@ -144,7 +144,7 @@ def import_parquet() -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise ConfigError("parquet needs pyarrow: pip install 'nanovllm[parquet]'.") from None
+        raise ConfigError("parquet needs pyarrow: pip install '.[parquet]' in the checkout.") from None
     return pyarrow.parquet
 
 
@@ -182,7 +182,7 @@ def located(location: str) -> tuple[Any, str]:
         is_local = isinstance(filesystem, fsspec.get_filesystem_class("file"))
     except ImportError as error:
         raise ConfigError(
-            f"IN={location} needs a package that is missing: pip install 'nanovllm[remote]' ({error})."
+            f"IN={location} needs a package that is missing: pip install '.[remote]' in the checkout ({error})."
         ) from None
     except Exception as error:
         raise ConfigError(f"IN={location} cannot be opened: {error}") from None

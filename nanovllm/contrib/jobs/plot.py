@@ -32,7 +32,7 @@ def run(args: Any) -> int:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("plot needs matplotlib: pip install 'nanovllm[plot]'.") from None
+        raise ConfigError("plot needs matplotlib: pip install '.[plot]' in the checkout.") from None
     unit, size = ("hours", 3600) if seconds[-1] > 7200 else ("minutes", 60) if seconds[-1] > 180 else ("seconds", 1)
     figure = Figure(figsize=(9, 2.2 * len(charts)), layout="constrained")
     figure.suptitle(f"nanovllm: {source.name}\n{totals}", fontsize="medium", parse_math=False)
