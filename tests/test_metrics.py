@@ -185,6 +185,18 @@ def test_torn_lines_are_left_out(tmp_path, capsys):
     assert plot.read(source)[2] == whole[2] and ": 2.\n" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["time", "generation_tokens", "kv_cache_usage_perc", "request_success"])
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e400", "1e300", "-1", "1" + 400 * "0", "[" * 100_000])
+def test_numbers_that_no_engine_writes(tmp_path, capsys, name, value):
+    """They ended in tracebacks of numpy, datetime and matplotlib, or in an empty chart."""
+    lines = [json.dumps({**sample(t), name: {"stop": 777} if name == "request_success" else 777}) for t in (1.0, 2.0)]
+    source = tmp_path / "m.jsonl"
+    source.write_text("\n".join([json.dumps(sample(0.0)), lines[0], lines[1].replace("777", value), ""]))
+    assert main(["plot", str(source), str(tmp_path / "page.html")]) == 1
+    assert "m.jsonl, line 3: not what --metrics writes: b'{" in capsys.readouterr().err
+    assert not (tmp_path / "page.html").exists()
+
+
 def test_what_cannot_be_drawn(tmp_path, capsys, monkeypatch):
     good = write(tmp_path / "good.jsonl", [sample(1.0), sample(2.0)])
     bad = write(tmp_path / "bad.jsonl", [sample(1.0), {"x": 1}])
