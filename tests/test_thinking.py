@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.engine.text.reasoning import OTHERS
+from nanovllm.engine.text.reasoning import OTHERS, THINK
 from nanovllm.engine.thinking import Marks, Thinking
 
 START, END = " the", " So: done."
@@ -80,7 +80,7 @@ class Tokenizer:
     @staticmethod
     def encode(text, add_special_tokens):
         assert not add_special_tokens
-        parts = re.split("(</?think>)", text)
+        parts = re.split("(" + "|".join(map(re.escape, MARK_IDS)) + ")", text)
         return [i for part in parts for i in ([MARK_IDS[part]] if part in MARK_IDS else map(ord, part))]
 
 
@@ -100,6 +100,13 @@ def test_the_mark_alone(start, end, alone):
     texts = (start or "<think>", end or "</think>", alone)
     start_ids, end_ids, alone_ids = (tuple(Tokenizer.encode(text, add_special_tokens=False)) for text in texts)
     assert marks == (start_ids, end_ids, tuple(dict.fromkeys((alone_ids, end_ids))))
+
+
+@pytest.mark.parametrize("pair", [THINK, *OTHERS[:2]], ids=str)
+def test_the_marks_that_the_tokenizer_has(pair, monkeypatch):
+    """A budget knew <think> alone, and Ministral's tokenizer has [THINK]."""
+    monkeypatch.setattr(f"{__name__}.MARK_IDS", dict(zip(pair, (3, 4), strict=True)))
+    assert Marks.of(Tokenizer, None, None, 1000) == ((3,), (4,), ((4,),))
 
 
 @pytest.mark.parametrize("behind_mark", ["", "\n\n", "\n\nSo: "])
