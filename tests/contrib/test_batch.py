@@ -164,7 +164,7 @@ def test_the_end_line_counts_rows_that_max_tokens_cut(tmp_path, capsys, name):
     num_cut, num_incomplete = 3 + ("length" in two), 2 + ("length" in two)
     cut = f"{num_cut} of them ended at max_tokens."
     expected = [f"9 rows in {argv[1]}: 9 now, 0 before, 1 of them errors.",
-                f"{cut} Of those now, {num_incomplete} have an incomplete structured output."]  # fmt: skip
+                f"{cut} Structured outputs of the rows now that are incomplete: {num_incomplete}."]  # fmt: skip
     assert [line for line in said if " of them " in line and "cached" not in line] == expected
     assert batch(*argv) == 3
     assert capsys.readouterr().err.splitlines()[-2:] == [

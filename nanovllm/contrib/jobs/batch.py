@@ -153,8 +153,8 @@ def complete(args: Any, source: Input, todo: np.ndarray, output: Output, ends: n
     num_errors, num_cut = counts[ERROR], counts[CUT]
     say(f"{num_rows:,} rows in {output.path}: {num_done:,} now, {num_before:,} before, {num_errors:,} of them errors.")
     if num_cut or num_incomplete:
-        cut = f"{num_cut:,} of them ended at max_tokens."
-        say(f"{cut} Of those now, {num_incomplete:,} have an incomplete structured output." if num_incomplete else cut)
+        incomplete = f" Structured outputs of the rows now that are incomplete: {num_incomplete:,}."
+        say(f"{num_cut:,} of them ended at max_tokens.{incomplete if num_incomplete else ''}")
     if num_rows == args.limit:
         say(f"--limit {args.limit}: without it the same command does the other rows, too.")
     if num_done:
