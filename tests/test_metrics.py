@@ -186,7 +186,7 @@ def test_torn_lines_are_left_out(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["time", "generation_tokens", "kv_cache_usage_perc", "request_success"])
-@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e400", "1e300", "-1", "1" + 400 * "0", "[" * 10_000 + "]" * 10_000])
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e400", "1e300", "-1", "1" + 400 * "0", "[" * 9999 + "]" * 9999])
 def test_numbers_that_no_engine_writes(tmp_path, capsys, name, value):
     """They ended in tracebacks of numpy, datetime and matplotlib, or in an empty chart."""
     lines = [json.dumps({**sample(t), name: {"stop": 777} if name == "request_success" else 777}) for t in (1.0, 2.0)]
