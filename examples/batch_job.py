@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.10"
-# dependencies = ["nanovllm[plot]"]
+# dependencies = ["nanovllm", "matplotlib>=3.8"]
 # tool.uv.sources.nanovllm = { path = "..", editable = true }
 # ///
 """A job over a file, stopped in the middle and taken up again; then its metrics as a page, by matplotlib.

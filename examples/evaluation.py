@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.10"
-# dependencies = ["nanovllm[eval]"]
+# dependencies = ["nanovllm", "lm-eval>=0.4.13"]
 # tool.uv.sources.nanovllm = { path = "..", editable = true }
 # ///
 """Evaluates the demo model on a small task with lm-evaluation-harness, offline.

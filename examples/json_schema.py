@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.10"
-# dependencies = ["nanovllm[structured]"]
+# dependencies = ["nanovllm", "llguidance>=1.9,<2"]
 # tool.uv.sources.nanovllm = { path = "..", editable = true }
 # ///
 """Text that a JSON schema describes, whatever the model would rather say.

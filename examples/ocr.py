@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.10"
-# dependencies = ["nanovllm[vision]"]
+# dependencies = ["nanovllm", "pillow>=10", "transformers>=5.17"]
 # tool.uv.sources.nanovllm = { path = "..", editable = true }
 # ///
 """Text of page images in a directory, a window of them in memory; the engine decodes the next while the GPU works.

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.10"
-# dependencies = ["nanovllm[ray,parquet]"]
+# dependencies = ["nanovllm", "ray[data]>=2.59", "pyarrow>=17"]
 # tool.uv.sources.nanovllm = { path = "..", editable = true }
 # ///
 """A parquet file of prompts through a cluster: one engine per actor, and Ray hands them the rows.

@@ -135,9 +135,10 @@ class Config:
         max_logprobs: limit on the log-probabilities that a request may ask for at one place; -1 is the vocabulary.
         generation_config: "auto" takes the checkpoint's sampling defaults where a call gives no sampling parameters;
             "vllm" takes none.
-        reasoning_start_str: begins a model's thoughts, for thinking_token_budget; None: "<think>", if that is a token.
-        reasoning_end_str: ends them, and may begin with a phrase of transition, such as "Time is up.</think>"; None:
-            "</think>", if that is a token.
+        reasoning_start_str: begins a model's thoughts, for thinking_token_budget; None: "<think>" or another mark of
+            published models, if that is a token.
+        reasoning_end_str: ends them, and may have text around the mark, such as "Time is up.</think>\\n\\n"; None: the
+            mark that belongs to the start, if that is a token.
         speculative_config: draft tokens by lookup and verify several at once, with the same outputs; a dictionary, see
             ``SpeculativeConfig``. None: one token a step.
         language_model_only: load no vision tower; prompts are text.

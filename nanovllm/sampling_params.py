@@ -129,7 +129,7 @@ class StructuredOutputsParams(Parameters):
         grammar: a context-free grammar in EBNF.
         json_object: True for any JSON object.
         structural_tag: a JSON description of tags and the schemas between them.
-        disable_any_whitespace: compact JSON only.
+        disable_any_whitespace: compact JSON only; else it may have whitespace wherever JSON does.
         whitespace_pattern: a regular expression for the whitespace in JSON.
 
     Raises:
@@ -237,7 +237,9 @@ class SamplingParams(Parameters):
             far (or with the prompt's and these, if they have three parameters) and the logits, a tensor f32 [V] on the
             device; they return the logits to go on with. What one raises ends its request (finish_reason "error"). One
             with a method ``clone()`` is cloned for each completion.
-        structured_outputs: a constraint on the text; see ``StructuredOutputsParams``.
+        structured_outputs: a constraint on the text; see ``StructuredOutputsParams``. A JSON schema allows whitespace
+            wherever JSON does (a line break and 20 blanks each time), which many models fill until ``max_tokens``;
+            ``disable_any_whitespace`` allows none.
         logprob_token_ids: at most 128 ids, whose log-probabilities are reported beside that of each token, in place of
             the most probable ones and without ranks; ``logprobs`` is None then, or their number.
         thinking_token_budget: limit on the tokens of thoughts, those of a thought that the prompt leaves open included.

@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from importlib.util import find_spec
+from itertools import chain
 
 import pytest
 from helpers import ROOT, run_python
@@ -42,6 +43,7 @@ def test_headers_for_uv():
     """``uv run examples/x.py`` installs the packages of the script's header (PEP 723): each that it imports."""
     tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads TOML")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    known = {*chain(project["dependencies"], *project["optional-dependencies"].values()), "nanovllm", "peft"}
 
     def names(requirements):
         for name, extras in (re.match(r"([\w-]+)(?:\[(.*?)\])?", requirement).groups() for requirement in requirements):
@@ -56,11 +58,28 @@ def test_headers_for_uv():
         header = tomllib.loads(re.sub("^# ", "", lines, flags=re.M))
         assert header["requires-python"] == project["requires-python"], path
         assert (path.parent / header["tool"]["uv"]["sources"]["nanovllm"]["path"]).resolve() == ROOT
+        assert {*header["dependencies"]} <= known, f"{path}: other versions than pyproject.toml's"
         nodes, there = list(ast.walk(ast.parse(text))), {*names(header["dependencies"])}
         imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
         imported |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
         missing = {name.partition(".")[0] for name in imported} - there - sys.stdlib_module_names
         assert not missing, f"{path} imports {missing}"
+
+
+def test_no_text_names_a_package_of_an_index():
+    """Error texts and headers named nanovllm's extras as if an index had them, where a stranger could publish them. A
+    header may name nanovllm, whose path it gives (see above): uv asks no index then.
+    """
+    extras = re.findall(r"(?m)^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text().partition("optional-dep")[2])
+    assert {"structured", "vision", "parquet", "remote", "plot", "ray", "eval", "flash-attn"} <= {*extras}
+    folders = ("nanovllm", "examples", "docs", "tests", "tools", "benchmarks")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md")]
+    installed = set()
+    for path in (*paths, *ROOT.glob("*.py"), ROOT / "README.md"):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"nanovllm\[\w|install '?nanovllm", text), path
+        installed |= {*re.findall(r"pip install '\.\[([\w-]+)\]'", text)}
+    assert installed - {"name"} <= {*extras} and {"structured", "vision", "parquet", "plot", "ray"} <= installed
 
 
 def test_together():

@@ -148,7 +148,7 @@ class Page(HTMLParser):
 
 
 def test_page_needs_nothing_else(tmp_path):
-    pytest.importorskip("matplotlib", reason="needs nanovllm[plot]")
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
     source = write(tmp_path / "a <b> $c^.jsonl", [sample(t, generated=30 * t, running=3) for t in range(300)])
     assert main(["plot", str(source), str(tmp_path / "page.html")]) == 0
     text = (tmp_path / "page.html").read_text()
@@ -162,7 +162,7 @@ def test_page_needs_nothing_else(tmp_path):
 
 
 def test_png(tmp_path):
-    pytest.importorskip("matplotlib", reason="needs nanovllm[plot]")
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
     source = write(tmp_path / "m.jsonl", [sample(t, generated=30 * t, running=3) for t in range(30)])
     assert main(["plot", str(source), str(tmp_path / "page.png")]) == 0
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
@@ -183,6 +183,18 @@ def test_torn_lines_are_left_out(tmp_path, capsys):
             assert capsys.readouterr().err == f"{source}: lines that are not whole, and left out: 1.\n"
     source.write_bytes(b"".join([torn, b"\n", *lines, torn]))
     assert plot.read(source)[2] == whole[2] and ": 2.\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["time", "generation_tokens", "kv_cache_usage_perc", "request_success"])
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e400", "1e300", "-1", "1" + 400 * "0", "[" * 9999 + "]" * 9999])
+def test_numbers_that_no_engine_writes(tmp_path, capsys, name, value):
+    """They ended in tracebacks of numpy, datetime and matplotlib, or in an empty chart."""
+    lines = [json.dumps({**sample(t), name: {"stop": 777} if name == "request_success" else 777}) for t in (1.0, 2.0)]
+    source = tmp_path / "m.jsonl"
+    source.write_text("\n".join([json.dumps(sample(0.0)), lines[0], lines[1].replace("777", value), ""]))
+    assert main(["plot", str(source), str(tmp_path / "page.html")]) == 1
+    assert "m.jsonl, line 3: not what --metrics writes: b'{" in capsys.readouterr().err
+    assert not (tmp_path / "page.html").exists()
 
 
 def test_what_cannot_be_drawn(tmp_path, capsys, monkeypatch):
@@ -208,5 +220,5 @@ def test_what_cannot_be_drawn(tmp_path, capsys, monkeypatch):
     same = "OUT=/page.html is METRICS, and would be overwritten; give another OUT.\n"
     assert error(tmp_path / "metrics.html", page.name) == same
     for output in ("a.html", "a.png"):
-        assert error(good, output) == "plot needs matplotlib: pip install 'nanovllm[plot]'.\n"
+        assert error(good, output) == "plot needs matplotlib: pip install '.[plot]' in the checkout.\n"
     assert error(tmp_path / "none", "a.html") == "[Errno 2] No such file or directory: '/none'\n"

@@ -10,7 +10,7 @@ import torch
 from helpers import greedy, refuses, run
 from tokenizers import AddedToken, Tokenizer
 
-from nanovllm import CompletionOutput, SamplingParams
+from nanovllm import CompletionOutput, SamplingParams, StructuredOutputsParams
 from nanovllm.cli import main
 from nanovllm.engine.text.detokenizer import decode_completion
 from nanovllm.engine.text.fast_tokenizer import FastTokenizer
@@ -176,6 +176,39 @@ def test_marks(demo):
         with refuses("reasoning_marks must be two non-empty strings"):
             demo.reasoning_marks = wrong
     assert demo.reasoning_marks == THINK
+
+
+OPENED = "<|im_start|>user\n2 + 3<|im_end|>\n<|im_start|>assistant\n<think>\n"
+CONSTRAINTS = [
+    ({"choice": ["yes", "no"]}, "yes"), ({"regex": "[0-9]{3}"}, "123"), ({"grammar": 'start: "a" "b"'}, "ab"),
+    ({"json": {"enum": ["Oslo"]}}, '"Oslo"'), ({"json_object": True}, '{"a": 5}'),
+    ({"json": {"type": "string"}}, '"so </think> 5"'),  # the model would rather think
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("constraint", "text"), CONSTRAINTS, ids=[*map(str, range(len(CONSTRAINTS)))])
+def test_a_constrained_text_is_the_content(demo, constraint, text):
+    """It was called reasoning where the template opens <think>, and the content was empty; of JSON with the end mark in
+    a string, the half of it."""
+    pytest.importorskip("llguidance")
+    params = greedy(40, ignore_eos=False, logits_processors=[says(demo, text)])
+    params.structured_outputs = StructuredOutputsParams(**constraint)
+    (completion,) = run(demo, OPENED, params)[0].outputs
+    assert (completion.text, completion.reasoning, completion.content) == (text, None, text)
+    contents = [delta.outputs[0].content for delta in demo.stream(OPENED, params)]
+    assert "".join(contents) == text
+    params.max_tokens = 2
+    (completion,) = run(demo, OPENED, params)[0].outputs
+    assert (completion.reasoning, completion.content) == (None, completion.text)
+
+
+@pytest.mark.parametrize("pattern", [r"[a-z]+</think>[0-9]", r"[a-z]+<\/think>[0-9]"])
+def test_a_constraint_that_describes_the_thinking(demo, pattern):
+    pytest.importorskip("llguidance")
+    params = greedy(40, ignore_eos=False, logits_processors=[says(demo, "hm</think>5")])
+    params.structured_outputs = StructuredOutputsParams(regex=pattern)
+    (completion,) = run(demo, OPENED, params)[0].outputs
+    assert (completion.text, completion.reasoning, completion.content) == ("hm</think>5", "hm", "5")
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ""])

@@ -1,6 +1,7 @@
 """thinking_token_budget: a naive oracle of the count, and engines against logits processors that follow it."""
 
 import random
+import re
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm.engine.text.reasoning import OTHERS, THINK
 from nanovllm.engine.thinking import Marks, Thinking
 
 START, END = " the", " So: done."
@@ -24,19 +26,31 @@ def next_in(start, end, alone, budget, prompt, completion):
     opened, closed = behind(prompt, start), max(behind(prompt, end), behind(prompt, alone))
     is_open = opened > closed
     used, since = len(prompt) - opened if is_open else 0, prompt[max(opened, closed) :]
+
+    def rest():
+        """What is still to be written of the end, the mark alone included, once the budget is spent."""
+        if not is_open or used < budget:
+            return ""
+        for text in (end, end[max(0, end.rfind(alone)) :], alone):
+            for n in range(len(text) - 1, 0, -1):
+                if since.endswith(text[:n]):
+                    return text[n:]
+        return end
+
+    due = rest()
     for character in completion:
-        since += character
-        if since.endswith((end, alone) if is_open else start):
-            is_open, since = not is_open, ""
+        if due:  # not looked at: it may spell a mark
+            assert character == due[0]
+            due = due[1:]
+            is_open, since = due != "", "" if due == "" else since
         else:
-            used += is_open
-    if not is_open or used < budget:
-        return is_open, None
-    for text in (end, alone):
-        for n in range(len(text) - 1, 0, -1):
-            if since.endswith(text[:n]):
-                return True, text[n]
-    return True, end[0]
+            since += character
+            if since.endswith((end, alone) if is_open else start):
+                is_open, since = not is_open, ""
+            else:
+                used += is_open
+            due = rest()
+    return is_open, due[:1] or None
 
 
 TEXTS = st.text("abc", min_size=1, max_size=4)
@@ -57,26 +71,64 @@ def test_against_the_naive_count(start, end, alone, budget, prompt, wanted):
         assert thinking.accept(ord(completion[-1])) == was_thought
 
 
+MARK_IDS = {"<think>": 3, "</think>": 4}
+
+
 class Tokenizer:
-    """Ids are characters, but for texts in angle brackets."""
+    """Ids are characters, but for the marks."""
 
     @staticmethod
     def encode(text, add_special_tokens):
         assert not add_special_tokens
-        return [3 if text == "<think>" else 4] if text in ("<think>", "</think>") else [*map(ord, text)]
+        parts = re.split("(" + "|".join(map(re.escape, MARK_IDS)) + ")", text)
+        return [i for part in parts for i in ([MARK_IDS[part]] if part in MARK_IDS else map(ord, part))]
 
 
 @pytest.mark.parametrize(
     ("start", "end", "alone"),
     [(None, None, "</think>"), (None, "Time is up.</think>\n\n", "</think>"), ("[IN]", "so [IN] end [OUT] ", "[OUT]"),
-     ("Thus", "That is it", "That is it"), (" «", "enough, « or » ", "« or »"), ("<a", "b", "b")],
+     ("Thus", "That is it", "That is it"), (" «", "enough, « or » ", "« or »"), ("<a", "b", "b"),
+     (None, "Time is up.</think>\n\nSo: ", "</think>"), ("<think>", "</think>\n\n<answer>", "</think>"),
+     ("[THINK]\n", "Enough[/THINK] [1] is", "[/THINK]"), ("[IN]", "so [OUT] I say: ", "[OUT]"),
+     ("Thoughts:", "Answer:\n\n", "Answer:"),
+     ("<|channel|>analysis<|message|>", f"So.{OTHERS[2].end} It is ", OTHERS[2].end)],
 )  # fmt: skip
 def test_the_mark_alone(start, end, alone):
-    """The model writes it without the phrase before it, which ends a thought, too: answers were cut by the phrase."""
+    """The model writes it without the phrase before it, which ends a thought, too: answers were cut by the phrase.
+    With text or line breaks behind it, the mark was not found."""
     marks = Marks.of(Tokenizer, start, end, 1000)
     texts = (start or "<think>", end or "</think>", alone)
     start_ids, end_ids, alone_ids = (tuple(Tokenizer.encode(text, add_special_tokens=False)) for text in texts)
     assert marks == (start_ids, end_ids, tuple(dict.fromkeys((alone_ids, end_ids))))
+
+
+@pytest.mark.parametrize("pair", [THINK, *OTHERS[:2]], ids=str)
+def test_the_marks_that_the_tokenizer_has(pair, monkeypatch):
+    """A budget knew <think> alone, and Ministral's tokenizer has [THINK]."""
+    monkeypatch.setattr(f"{__name__}.MARK_IDS", dict(zip(pair, (3, 4), strict=True)))
+    assert Marks.of(Tokenizer, None, None, 1000) == ((3,), (4,), ((4,),))
+
+
+@pytest.mark.parametrize("behind_mark", ["", "\n\n", "\n\nSo: "])
+def test_the_whole_end_is_forced_and_the_mark_alone_ends_a_thought(behind_mark):
+    """What stood behind the mark was never written; the model's own mark ended no thought, and the budget was spent on
+    the answer."""
+    marks = Marks.of(Tokenizer, None, f"Enough.</think>{behind_mark}", 1000)
+
+    def ids(text):
+        return Tokenizer.encode(text, add_special_tokens=False)
+
+    end = ids(f"Enough.</think>{behind_mark}")
+    assert marks.end == tuple(end)
+    forced = Thinking(marks, 3, np.array(ids("<think>")))
+    for token_id in ids("abc"):
+        assert forced.forced is None and forced.accept(token_id)
+    for token_id in end:
+        assert forced.is_open and forced.forced == token_id and forced.accept(token_id)
+    assert not forced.is_open and forced.forced is None and not forced.accept(ord("x"))
+    own = Thinking(marks, 3, np.array(ids("<think>")))
+    assert all(own.accept(token_id) for token_id in ids("a</think>")) and not own.is_open
+    assert not any(own.accept(token_id) or own.forced for token_id in ids(f"{behind_mark}and on and on"))
 
 
 def test_marks_that_the_tokenizer_has_not(demo):
@@ -169,6 +221,33 @@ def test_structured_outputs_begin_behind_the_thoughts(prompt, bias, opens, think
     else:
         assert end and thought.startswith(opens)
         assert len(output["token_ids"]) == len(thinker.tokenizer.encode(opens + END)) + 4 + 4 + 1
+    expected = (None if opens is None else thought.removeprefix(opens), text)
+    assert (output.outputs[0].reasoning, output.outputs[0].content) == expected
+
+
+@pytest.mark.parametrize("text", [f"a{END} b", f"a{START} b{END} c"])
+def test_marks_within_a_constrained_text_are_content(thinker, text):
+    """They split it, although it was no thought: neither the prompt nor its first token had opened one."""
+    constraint = StructuredOutputsParams(choice=[text])
+    params = SamplingParams(temperature=0, max_tokens=40, thinking_token_budget=4, structured_outputs=constraint)
+    (output,) = run(thinker, ["2 + 3"], [params])
+    assert (output["text"], output.outputs[0].reasoning, output.outputs[0].content) == (text, None, text)
+
+
+def test_text_behind_the_mark_is_written_before_a_constrained_answer():
+    """It never was. The answer begins with it, and the grammar behind it."""
+    behind_mark = "\n\nIt is "
+    with LLM(device="cpu", quiet=True, reasoning_start_str="<think>",
+             reasoning_end_str=f"Enough.</think>{behind_mark}") as llm:  # fmt: skip
+        params = SamplingParams(
+            temperature=0, max_tokens=60, thinking_token_budget=3,
+            structured_outputs=StructuredOutputsParams(regex=r"\d{3}!"),
+        )  # fmt: skip
+        (output,) = run(llm, ["2 + 3<think>"], [params])
+        assert llm.reasoning_marks == ("<think>", "</think>")
+    completion = output.outputs[0]
+    assert completion.reasoning.endswith("Enough.") and completion.finish_reason == "stop"
+    assert re.fullmatch(rf"{behind_mark}\d\d\d!", completion.content)
 
 
 def test_a_mark_that_a_user_quotes_opens_no_thought(thinker):

@@ -460,7 +460,8 @@ def test_engines_that_take_no_images(path, tmp_path, monkeypatch, answer):
             with refuses("this engine takes no images: it was made with language_model_only=True."):
                 use()
     monkeypatch.setattr(vision, "find_spec", lambda name: None if name == "PIL" else name)
-    with engine(path) as llm, refuses("this engine takes no images: they need pillow; pip install 'nanovllm[vision]'"):
+    missing = "this engine takes no images: they need pillow; pip install '.[vision]' in the checkout"
+    with engine(path) as llm, refuses(missing):
         assert tokens_of(run(llm, "Hello", THREE)) == text
         run(llm, asks(PAGE), THREE)
 

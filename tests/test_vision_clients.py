@@ -90,13 +90,17 @@ def test_a_job_with_images(folder, path, url, expected):
         "path": ({"image": "pages/a.png"}, one), "url": ({"images": [url]}, one),
         "two": ({"images": ["pages/a.png", url]}, two), "own": ({"image": "pages/a.png", "prompt": "Read it."}, one),
         "hub": ({"image": {"bytes": None, "path": "pages/a.png"}}, one), "none": ({"prompt": "Read it."}, none),
-        "empty": ({"images": []}, none), "line": (line(url), one), "line of a path": (line("pages/a.png"), one),
+        "empty": ({"images": []}, "has no image in 'images' or 'image'"), "line": (line(url), one),
+        "line of a path": (line("pages/a.png"), one),
         "places": ({"images": ["pages/a.png"], "messages": says({"type": "image"}, READ)}, one),
         "..": ({"image": "../out.png"}, "lies outside"), "link": ({"image": "link.png"}, "lies outside"),
         "line of a link": (line("link.png"), "lies outside"), "bad": ({"image": url[:-88]}, "cannot be read"),
         "host": ({"image": "http://127.0.0.1:9/a.png"}, "must name its host '127.0.0.1'"),
         "few": ({"images": [url, url], "messages": says({"type": "image"}, READ)}, "has 2 images, and its messages"),
-        "many": ({"images": [url] * 3}, "allows 2"),
+        "many": ({"images": [url] * 3}, "allows 2"), "null": ({"image": None}, "has no image in"),
+        "missing": ({}, "has no image in"), "null place": ({"messages": says({"type": "image"}, READ)}, "'image' must"),
+        "null part": ({"messages": says({"type": "image", "image": None}, READ)}, "'image' must"),
+        "mixed": ({"prompt": "Read it.", "image": None}, none),
     }  # fmt: skip
     source = folder / "rows.jsonl"
     source.write_text("".join(json.dumps({"custom_id": key, **row}) + "\n" for key, (row, _) in rows.items()))
@@ -154,6 +158,10 @@ def test_images_of_rows():
     for given, images in forms:
         assert images_of({"image": given}) == images
     assert images_of({"images": ["a"], "image": "b"}) == ["a"]
+    assert images_of({"images": [], "image": "a"}) == ["a"]
+    for nothing in (float("nan"), {"bytes": None, "path": None}, {}, [None], ["a", ""], [float("nan")]):
+        with refuses("the row's 'image' holds no image, but "):
+            images_of({"image": nothing})
     with refuses("the text in 'image' is not JSON"):
         images_of({"image": "[a"})
     system, user = {"role": "system", "content": "s"}, {"role": "user", "content": "u"}
@@ -162,7 +170,7 @@ def test_images_of_rows():
     assert second["content"] == [{"type": "image", "image": "a"}, {"type": "text", "text": "u"}]
 
 
-@pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray Data: pip install 'nanovllm[ray]'")
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray Data: pip install '.[ray]'")
 def test_rows_of_ray_data(path, png, expected):
     import pyarrow as pa
 
@@ -177,12 +185,17 @@ def test_rows_of_ray_data(path, png, expected):
         {"messages": says(part[1]), "image": {"bytes": png, "path": None}}, {"messages": says(part[1])},
         {"messages": says(part[1]), "image": {"bytes": b"x", "path": None}},
         {"prompt": "<|image_pad|>Read", "image": {"bytes": png, "path": None}},
+        {"prompt": "<|image_pad|>Read"}, {"messages": says(*place)},
+        {"messages": says(part[1]), "image": {"bytes": None, "path": None}},
     ]  # fmt: skip
     table = pa.Table.from_pylist([{"sampling_params": params, "image": None, "prompt": None, **row} for row in rows])
     done = asyncio.run(engine(table)).to_pylist()
     one, _, none = expected
     assert [row["generated_text"] for row in done[:5]] == [one, one, one, none, None]
-    assert [row[ERROR][:27] for row in done] == ["", "", "", "", "the image cannot be read: i", ""]
+    assert [row[ERROR][:27] for row in done] == [
+        "", "", "", "", "the image cannot be read: i", "", "the prompt has 1 image plac", "a part of type 'image' must",
+        "the row's 'image' holds no ",
+    ]  # fmt: skip
 
 
 def test_names_of_vllm(path, folder, png, url, expected):

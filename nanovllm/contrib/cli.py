@@ -26,7 +26,7 @@ SAMPLING_FIELDS = [f for f in fields(SamplingParams) if f.name != "logits_proces
 ENGINE_FIELDS = [f for f in fields(Config) if f.init and f.name not in ("model", "seed", "quiet")]
 EXAMPLES = {  # of options that are JSON
     "stop_token_ids": "[198, 271]", "allowed_token_ids": "[15, 16]", "logprob_token_ids": "[15, 16]",
-    "logit_bias": '{"198": -5.5}', "structured_outputs": '{"regex": "[0-9]+"}',
+    "logit_bias": '{"198": -5.5}', "structured_outputs": '{"json": {"type": "object"}, "disable_any_whitespace": true}',
     "speculative_config": '{"method": "ngram"}',
     "repetition_detection": '{"max_pattern_size": 32, "min_count": 4}',
     "limit_mm_per_prompt": '{"image": 4}', "mm_processor_kwargs": '{"max_pixels": 1000000}',
@@ -66,6 +66,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--chat-template-kwargs", metavar="JSON", type=json_value, default={}, help="its variables, as an object")
     add("--data-parallel-size", metavar="N", type=int, default=1, help="engines, each in a process on GPUs of its own")
     add("--shard", metavar="K/N", help="only every Nth row, K from 0 to N - 1; writes OUT-K-of-N")
+    add("--limit", metavar="N", type=int, help="only the first N rows (of the shard), of which two are printed on "
+        "stderr; the command without it goes on")  # fmt: skip
     add("--retry-errors", action="store_true", help="do the rows again that failed")
     add("--overwrite", action="store_true", help="drop what OUT holds")
     add("--metrics", metavar="FILE", help="append a line of JSON every second; nanovllm plot draws it")

@@ -114,6 +114,6 @@ def select_backend(
         except ImportError as error:
             raise ConfigError(
                 f"attention_backend='flash_attn': the package flash-attn cannot be imported ({error}). Install it with "
-                "pip install 'nanovllm[flash-attn]', or use 'auto', which needs nothing."
+                "pip install '.[flash-attn]' in the checkout, or use 'auto', which needs nothing."
             ) from error
     return PagedBackend(kernels.select("cuda"), capturable=True)

@@ -15,6 +15,7 @@ import tracemalloc
 from dataclasses import fields
 
 import fsspec
+import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractBufferedFile
@@ -132,6 +133,43 @@ def test_texts_are_those_of_generate_and_errors_do_not_stop_a_job(tmp_path, caps
         "position 0: surrogates not allowed",
     }
     assert found["typo"]["error"]["type"] == "RequestError"
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out"])
+def test_the_end_line_counts_rows_that_max_tokens_cut(tmp_path, capsys, name):
+    """Nothing told of them, nor of JSON that was cut. Those of earlier runs count, too."""
+    pytest.importorskip("llguidance")
+    if name == "out":
+        pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
+
+    def row(key, max_tokens, **more):
+        more = {"temperature": 0, "max_tokens": max_tokens, **more}
+        return {"id": key, "messages": [{"role": "user", "content": "2 + 3"}], "sampling_params": more}
+
+    body = {"messages": [{"role": "user", "content": "introduce yourself"}], "temperature": 0}
+    constraint = {"choice": ["a long answer in many words"]}
+    rows = [
+        row("whole", 20), row("cut", 3, ignore_eos=True), row("error", -5),
+        row("cut answer", 2, structured_outputs=constraint), row("whole answer", 40, structured_outputs=constraint),
+        row("stopped answer", 40, structured_outputs=constraint, stop=["many"]),
+        row("one of two cut", 30, n=2, temperature=1.0, structured_outputs={"choice": ["y", "y" * 200]}, logit_bias={}),
+        {"custom_id": "line", "body": {**body, "max_tokens": 1}}, {"custom_id": "whole line", "body": body},
+    ]  # fmt: skip
+    argv = write_jsonl(tmp_path / "in.jsonl", rows), tmp_path / name, *OPTIONS
+    assert batch(*argv) == 3
+    said = capsys.readouterr().err.splitlines()
+    found = [record for file in files.Output(argv[1], False).files() for record in files.read(file)]
+    (two,) = (record["outputs"] for record in found if record["custom_id"] == "one of two cut")
+    two = [each["finish_reason"] for each in (json.loads(two) if name == "out" else two)]
+    num_cut, num_incomplete = 3 + ("length" in two), 2 + ("length" in two)
+    cut = f"{num_cut} of them ended at max_tokens."
+    expected = [f"9 rows in {argv[1]}: 9 now, 0 before, 1 of them errors.",
+                f"{cut} Structured outputs of the rows now that are incomplete: {num_incomplete}."]  # fmt: skip
+    assert [line for line in said if " of them " in line and "cached" not in line] == expected
+    assert batch(*argv) == 3
+    assert capsys.readouterr().err.splitlines()[-2:] == [
+        f"9 rows in {argv[1]}: 0 now, 9 before, 1 of them errors.", cut
+    ]  # fmt: skip
 
 
 class Panic(BaseException):
@@ -508,6 +546,64 @@ def test_shards_cover_the_rows(tmp_path, stubbed):
     assert {r["custom_id"]: r["text"] for part in parts for r in part} == {f"row-{i}": str(i) for i in range(10)}
 
 
+@pytest.mark.parametrize("name", ["out.jsonl", "out"])
+def test_limit(tmp_path, stubbed, capsys, name):
+    """The first rows in the order of IN, as part of the job: with more, or without a limit, it goes on."""
+    if name == "out":
+        pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
+    (tmp_path / "in").mkdir()
+    write_jsonl(tmp_path / "in" / "b.jsonl", [*questions(9)[5:], {"id": "bad"}])
+    write_jsonl(tmp_path / "in" / "a.jsonl", questions(5))
+    argv = tmp_path / "in", tmp_path / name
+
+    def ids():
+        return [record["custom_id"] for file in files.Output(argv[1], False).files() for record in files.read(file)]
+
+    for limit, num_now in ((1, 1), (6, 5), (4, 0)):
+        assert batch(*argv, "--limit", limit) == 0
+        *_, first = lines = capsys.readouterr().err.splitlines()
+        shown = [json.loads(line) for line in lines if line.startswith("{")]
+        assert [record["custom_id"] for record in shown] == ["q0", "q1"][:limit] and json.loads(first) == shown[-1]
+        assert shown[0]["text"] == "0 + 3" and shown[0]["finish_reason"] == "1.0 64"
+        say = f"{limit} rows in {argv[1]}: {num_now} now, {limit - num_now} before, 0 of them errors."
+        assert say in lines and f"--limit {limit}: without it the same command does the other rows, too." in lines
+    assert ids() == [f"q{i}" for i in range(6)]
+    assert batch(*argv) == 3 and ids() == [*(f"q{i}" for i in range(9)), "bad"]
+    assert "10 rows in" in capsys.readouterr().err
+    assert batch(*argv, "--limit", "9") == 0 and batch(*argv, "--limit", "99") == 3  # the error is of the tenth
+    assert batch(*argv, "--limit", "9", "--retry-errors") == 0 and len(ids()) == 10
+    assert error_of(capsys, *argv, "--limit", "0").endswith("error: --limit 0: it must be at least 1.\n")
+
+
+def test_limit_of_a_shard(tmp_path, stubbed, monkeypatch):
+    """And of several engines, which share the first rows."""
+    source = write_jsonl(tmp_path / "in.jsonl", questions(10))
+    assert batch(source, tmp_path / "out.jsonl", "--shard", "1/3", "--limit", "2") == 0
+    assert [record["custom_id"] for record in read_jsonl(tmp_path / "out-1-of-3.jsonl")] == ["q1", "q4"]
+    several = lambda args, source, todo: stub(args, source.rows_to_do(todo))  # noqa: E731
+    monkeypatch.setattr(engines, "complete_in_processes", several)
+    assert batch(source, tmp_path / "two.jsonl", "--limit", "3", "--data-parallel-size", "2") == 0
+    assert [record["custom_id"] for record in read_jsonl(tmp_path / "two.jsonl")] == ["q0", "q1", "q2"]
+
+
+def test_no_row_is_read_behind_the_last_one_to_do(tmp_path):
+    """A limited job would read the whole input before its last step."""
+    source = files.Input(write_jsonl(tmp_path / "in.jsonl", questions(10)), None)
+    read, rows = [], source.rows
+    source.rows = lambda: (read.append(row.key) or row for row in rows())
+    todo = np.arange(10) == 3
+    assert [row.key for row in source.rows_to_do(todo)] == ["q3"] and read == ["q0", "q1", "q2", "q3"]
+
+
+def test_help_tells_of_whitespace(capsys):
+    """JSON that was all blanks at max_tokens surprised people."""
+    with pytest.raises(SystemExit):
+        main(["batch", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "allows whitespace wherever JSON does" in text and "``disable_any_whitespace`` allows none" in text
+    assert """For example '{"json": {"type": "object"}, "disable_any_whitespace": true}'.""" in text
+
+
 def test_rows_of_the_wrong_json_are_error_rows(tmp_path, stubbed):
     """They ended the job: variables of the template that are no object, and brackets deeper than Python's stack."""
     body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": 5}
@@ -519,6 +615,57 @@ def test_rows_of_the_wrong_json_are_error_rows(tmp_path, stubbed):
         None, "chat_template_kwargs must be an object, not 5.", "line 3 of in.jsonl is not JSON: maximum recursion ",
         "the text in 'sampling_params' is not JSON: maximum",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_prompt_is_for_rows_that_have_an_image(tmp_path, stubbed, suffix):
+    """Where some row has an image, one without was answered from nothing; also where none has."""
+    cells = {"a": "x.png", "null": None, "empty": "", "list": [], "missing": ...}
+    rows = [{"id": key, **({} if cell is ... else {"image": cell})} for key, cell in cells.items()]
+    rows.append({"id": "own", "prompt": "2 + 3", "image": None})
+    source = tmp_path / f"in{suffix}"
+    if suffix == ".jsonl":
+        write_jsonl(source, rows)
+    elif suffix == ".csv":
+        source.write_text('id,image,prompt\na,x.png,\nnull,,\nempty,"",""\nlist,[],\nmissing\nown,,2 + 3\n')
+    else:
+        parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
+        import pyarrow
+
+        strings = [{"prompt": None, **row, "image": row.get("image") or None} for row in rows]
+        parquet.write_table(pyarrow.Table.from_pylist(strings), source)
+    assert batch(source, tmp_path / "out.jsonl", "--chat", "--prompt", "Read it.") == 3
+    found = {record["custom_id"]: record for record in read_jsonl(tmp_path / "out.jsonl")}
+    assert [key for key, record in found.items() if record["error"] is None] == ["a", "own"]
+    assert {record["error"]["message"] for record in found.values() if record["error"]} == {
+        "the row has no image in 'image', and --prompt is for rows that have one; give it an image, or a prompt of its "
+        "own."
+    }  # fmt: skip
+
+
+def test_a_column_without_one_image(tmp_path, stubbed):
+    """Parquet lost the column; a table without it may have one prompt for all rows."""
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
+    import pyarrow
+
+    for columns, status in (({"id": [1], "image": pyarrow.array([None], pyarrow.string())}, 3), ({"id": [1]}, 0)):
+        parquet.write_table(pyarrow.table(columns), tmp_path / "in.parquet")
+        assert batch(tmp_path / "in.parquet", tmp_path / f"{status}.jsonl", "--prompt", "Read it.") == status
+
+
+def test_prompts_that_are_no_text_with_chat(tmp_path, stubbed):
+    """A list of prompts was joined to one message, an empty one answered. A list of parts is the user's message."""
+    parts = [{"type": "text", "text": "2"}, {"type": "text", "text": "+ 3"}]
+    prompts = [["a", "b"], ["a"], [], [17, 4], [{"role": "user", "content": "x"}], {"prompt": "x"}, 5, ["a", parts[0]]]
+    rows = [{"id": str(prompt), "prompt": prompt} for prompt in (*prompts, parts, "2 + 3")]
+    assert batch(write_jsonl(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", "--chat") == 3
+    *refused, of_parts, of_text = read_jsonl(tmp_path / "out.jsonl")
+    for record, prompt in zip(refused, prompts, strict=True):
+        kind = "the token ids " if prompt == [17, 4] else ""
+        assert record["error"]["message"].startswith(f"with --chat a prompt must be a text, not {kind}{prompt}. Give ")
+    assert refused[3]["error"]["message"].endswith("Give the text, or leave out --chat.")
+    assert of_parts["text"] == str([{"role": "user", "content": parts}])
+    assert of_text["text"] == str([{"role": "user", "content": "2 + 3"}])
 
 
 def test_what_has_changed_is_said(tmp_path, stubbed, capsys):
@@ -550,7 +697,7 @@ def test_a_run_file_that_is_damaged(tmp_path, stubbed, capsys, text):
 
 @pytest.mark.parametrize("keep", [slice(0, 0), slice(-9), slice(200), slice(9, None)], ids=range(4))
 def test_a_part_that_is_damaged(tmp_path, stubbed, capsys, keep):
-    pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]")
+    pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
     source, out = write_jsonl(tmp_path / "in.jsonl", questions(2)), tmp_path / "out"
     assert batch(source, out) == 0
     part = out / "part-000000.parquet"
@@ -596,7 +743,7 @@ def test_two_columns_of_one_name(tmp_path, stubbed, capsys):
     (tmp_path / "in.csv").write_text("id,prompt,prompt\n1,2 + 3,1 + 1\n")
     err = error_of(capsys, tmp_path / "in.csv", tmp_path / "out.jsonl")
     assert "in.csv has several columns named 'prompt'; give each a name of its own." in err
-    parquet = pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
     import pyarrow
 
     table = pyarrow.Table.from_arrays([pyarrow.array(["x"])] * 2, names=["prompt", "prompt"])
@@ -721,7 +868,7 @@ def test_two_names_of_one_output(tmp_path, monkeypatch, capsys, name):
     """Both jobs ran, for each name had a lock of its own; and a torn line replaced the link, not the file. A hard link
     has a lock and a run file of its own."""
     if name == "out":
-        pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]")
+        pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
     source, out, link = write_jsonl(tmp_path / "in.jsonl", questions(3)), tmp_path / "real" / name, tmp_path / name
     out.parent.mkdir()
     link.symlink_to(out)
@@ -791,7 +938,7 @@ def stores(monkeypatch):
 )  # fmt: skip
 def test_a_directory_at_a_url(tmp_path, stores, monkeypatch, capsys, url, given):
     """Rows in the order of the files' names; one job however IN is spelled; as strict as with local files."""
-    parquet, pyarrow = pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]"), sys.modules["pyarrow"]
+    parquet, pyarrow = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow"), sys.modules["pyarrow"]
     url = url.replace("{}", str(tmp_path))
     given, copy, out = given or url, tmp_path / "copy", tmp_path / "out.jsonl"
     copy.mkdir()
@@ -839,7 +986,7 @@ def test_a_directory_at_a_url(tmp_path, stores, monkeypatch, capsys, url, given)
          "--metrics=memory://m must be a local path, for the job appends to it; copy it afterwards."),
         (("nowhere://x.csv", "out.jsonl"), "IN=nowhere://x.csv cannot be opened: Protocol not known: nowhere"),
         (("az://box/x.csv", "out.jsonl"), "IN=az://box/x.csv needs a package that is missing: pip install "
-         "'nanovllm[remote]' (Install adlfs to access Azure Datalake Gen2 and Azure Blob Storage)."),
+         "'.[remote]' in the checkout (Install adlfs to access Azure Datalake Gen2 and Azure Blob Storage)."),
         (("simplecache::memory://torn.parquet", "out.jsonl"), "memory:///torn.parquet cannot be read: "),
         (("file://{}/in.jsonl", "in.jsonl"), "OUT={}/in.jsonl is the input, lies in it, or holds it."),
         (("in.jsonl", "out.jsonl", "--metrics", "in.jsonl"), "it is IN or OUT, and would be appended to."),
@@ -867,7 +1014,7 @@ def test_lines_of_a_url_are_read_in_blocks(stores):
 def test_urls_without_fsspec(tmp_path, stubbed, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "fsspec", None)
     err = error_of(capsys, "memory://in.jsonl", tmp_path / "out.jsonl")
-    assert "IN=memory://in.jsonl needs a package that is missing: pip install 'nanovllm[remote]' (" in err
+    assert "IN=memory://in.jsonl needs a package that is missing: pip install '.[remote]' in the checkout (" in err
     assert batch(write_jsonl(tmp_path / "in.jsonl", questions(2)), tmp_path / "out.jsonl") == 0
 
 
@@ -886,7 +1033,7 @@ def test_csv(tmp_path, stubbed, capsys):
 
 
 def test_parquet(tmp_path, stubbed, monkeypatch):
-    parquet = pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
     import pyarrow
 
     talk = [{"role": "user", "content": "hello"}]
@@ -927,7 +1074,7 @@ def test_parquet(tmp_path, stubbed, monkeypatch):
 )  # fmt: skip
 def test_a_null_in_a_schema_of_parquet(tmp_path, schema, seen):
     """Arrow keeps an absent field as null. {"const": null} became {}, which allows everything."""
-    parquet = pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
     import pyarrow
 
     rows = [{"id": 7, "prompt": "x", "sampling_params": {"structured_outputs": {"json": schema}}}, {"id": 8}]
@@ -946,7 +1093,7 @@ def test_a_null_in_a_schema_of_parquet(tmp_path, schema, seen):
 def test_an_id_keeps_its_name(tmp_path, monkeypatch, name, keys, out):
     """Only custom_id had it, whatever the column of IN. A column of the answer's name keeps the answer."""
     if out == "out":
-        pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]")
+        pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
 
     def answer(args, rows):
         for row in rows:
@@ -965,7 +1112,7 @@ def test_an_id_keeps_its_name(tmp_path, monkeypatch, name, keys, out):
 
 def test_half_of_a_surrogate_pair_in_parquet(tmp_path, stubbed):
     """Arrow refused the text and the id when the part was written, at every restart."""
-    parquet = pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
     source = write_jsonl(tmp_path / "in.jsonl", [{"id": "\udc01 a", "prompt": "x \ud83d"}, {"id": "b", "prompt": "y"}])
     for _ in range(2):  # the second one finds both
         assert batch(source, tmp_path / "out") == 0
@@ -975,7 +1122,7 @@ def test_half_of_a_surrogate_pair_in_parquet(tmp_path, stubbed):
 
 def test_overwrite_of_a_directory(tmp_path, stubbed, capsys):
     """Whatever else it holds; but not if that is the input."""
-    parquet = pytest.importorskip("pyarrow.parquet", reason="needs nanovllm[parquet]")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
     source, out = write_jsonl(tmp_path / "in.jsonl", questions(3)), tmp_path / "out"
     assert batch(source, out) == 0
     (out / ".part-000001.parquet").write_bytes(b"half of a part")
@@ -993,7 +1140,7 @@ def test_parquet_without_pyarrow(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     source = write_jsonl(tmp_path / "in.jsonl", questions(2))
     err = error_of(capsys, source, tmp_path / "out")
-    assert err.endswith("error: parquet needs pyarrow: pip install 'nanovllm[parquet]'.\n")
+    assert err.endswith("error: parquet needs pyarrow: pip install '.[parquet]' in the checkout.\n")
 
 
 def test_memory_does_not_grow_with_the_rows(tmp_path, stubbed):

@@ -731,7 +731,7 @@ def test_engines_that_cannot(tokenizer, monkeypatch):
         assert error_of(tokenizer, eos) == f"{needs}an end-of-sequence token, which the model does not have."
     monkeypatch.setitem(sys.modules, "llguidance", None)
     assert re.fullmatch(
-        re.escape(needs) + r"llguidance \(.*\): pip install 'nanovllm\[structured\]'\.", error_of(tokenizer)
+        re.escape(needs) + r"llguidance \(.*\): pip install '\.\[structured\]' in the checkout\.", error_of(tokenizer)
     )
 
 

@@ -103,7 +103,7 @@ def test_without_the_package(make_llm):
     try:
         import flash_attn  # noqa: F401
     except ImportError:
-        with pytest.raises(ConfigError, match=r"pip install 'nanovllm\[flash-attn\]'"):
+        with pytest.raises(ConfigError, match=r"pip install '\.\[flash-attn\]' in the checkout"):
             make_llm(device="cuda", dtype="bfloat16", attention_backend="flash_attn", kvcache_block_size=256)
     else:
         pytest.skip("flash-attn is installed")

@@ -48,6 +48,7 @@ class LLMEngine:
         self.vllm_config = self.model_config = self.cache_config = self.scheduler_config = self.parallel_config = config
         self.model_executor = self._worker = make_worker(self._llm, config)
         self._processors = processors.load(keywords.get("logits_processors"), config, self._llm.model_runner.device)
+        self._thinks_first = options.thinks_first(keywords, self._llm)
         self._requests: dict[str, tuple[Any, RequestOutputKind, Any]] = {}  # future, kind, parameters; by their names
         self._waiting: dict[str, tuple[Any, ...]] = {}  # arguments of ``_start``, until the engine is idle
         self._loras: set[int] = set()  # ids of ``add_lora``
@@ -123,10 +124,13 @@ class LLMEngine:
         self._queue(request_id, prompt, params, lora_request, getattr(params, "output_kind", None))
         return request_id
 
+    def _snapshots(self, params: Any) -> Any:
+        return snapshots(params, self._processors, self._thinks_first)
+
     def _queue(self, request_id: str, prompt: Any, given: Any, lora_request: Any, kind: Any) -> None:
         if self.is_unfinished(request_id):
             raise RequestError(f"request_id={request_id!r} is in use by an unfinished request.")
-        request = lora_request, kind, given, as_prompt(prompt), snapshots(given, self._processors)
+        request = lora_request, kind, given, as_prompt(prompt), self._snapshots(given)
         if self._waiting or not self._fits(lora_request):
             self.awake().submit(*request[3:]).cancel()  # raises what can never be served
             self._waiting[request_id] = request
@@ -274,7 +278,7 @@ class LLM(LLMEngine):
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
 
         def run(prompts: Any, params: Any) -> list[RequestOutput]:
-            return getattr(self.awake(), method)(prompts, snapshots(params, self._processors), *use_tqdm, **options)
+            return getattr(self.awake(), method)(prompts, self._snapshots(params), *use_tqdm, **options)
 
         return flatten_logprobs(self._by_adapter(prompts, params, lora_request, run), params)
 

@@ -139,10 +139,34 @@ def check(keywords: dict[str, Any]) -> None:
         if name in NEUTRAL and value not in NEUTRAL[name] and not is_the_models:
             allowed = " or ".join(map(repr, NEUTRAL[name]))
             raise ConfigError(f"LLM: {name}={value!r:.200} is not supported; nanovllm allows {allowed}.")
-    if (parser := keywords.get("reasoning_parser")) and str(parser) not in MARKS:
+    if (parser := parser_of(keywords)) and str(parser) not in MARKS:
         raise ConfigError(f"LLM: reasoning_parser={parser!r:.100} is not supported; allowed are {', '.join(MARKS)}.")
     speculative_config(keywords)
     reasoning_config(keywords)
+
+
+def parser_of(keywords: dict[str, Any]) -> Any:
+    """The name of a reasoning parser, or None: an option, or a field of ``structured_outputs_config``."""
+    return keywords.get("reasoning_parser") or _structured_outputs(keywords).get("reasoning_parser")
+
+
+def thinks_first(keywords: dict[str, Any], llm: LLM) -> bool:
+    """Whether structured outputs begin behind the thinking, as vLLM's do with a reasoning parser.
+
+    Not with ``enable_in_reasoning``, and not where the marks are several tokens and ``reasoning_config`` names none.
+    """
+    if not parser_of(keywords) or _structured_outputs(keywords).get("enable_in_reasoning"):
+        return False
+    if llm.config.skip_tokenizer_init:
+        return False
+    if llm.config.reasoning_start_str and llm.config.reasoning_end_str:
+        return True
+    return all(len(ids) == 1 for ids in llm.tokenize([*llm.reasoning_marks], add_special_tokens=False))
+
+
+def _structured_outputs(keywords: dict[str, Any]) -> dict[str, Any]:
+    given = keywords.get("structured_outputs_config") or {}
+    return given if isinstance(given, dict) else getattr(given, "__dict__", {})
 
 
 def reasoning_config(keywords: dict[str, Any]) -> dict[str, Any]:
@@ -266,7 +290,7 @@ def start(model: str, keywords: dict[str, Any]) -> LLM:
     if is_default := max_model_len in (None, -1, "auto"):
         max_model_len = config_of(path).model_config.max_position_embeddings
     llm = LLM(model, max_model_len=max_model_len, **to_nanovllm({**keywords, "model": model}))
-    if parser := keywords.get("reasoning_parser"):
+    if (parser := parser_of(keywords)) and not reasoning_config(keywords):
         llm.reasoning_marks = MARKS[parser]
     if overlay is not None:
         weakref.finalize(llm, overlay.cleanup)

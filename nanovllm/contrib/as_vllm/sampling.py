@@ -12,6 +12,7 @@ from nanovllm.contrib.as_vllm.processors import EngineProcessor
 from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestOutput
 
+UNLIMITED = 1 << 40  # tokens of thoughts
 MIN_TEMPERATURE = 1e-2  # vLLM raises lower ones, but for those it takes as greedy, to this
 
 
@@ -112,18 +113,22 @@ SamplingParams: Any = make_dataclass("SamplingParams", [(n, Any, DEFAULTS[n]) fo
                                      bases=(_SamplingParams,), namespace={"__module__": __name__})  # fmt: skip
 
 
-def snapshots(params: Any, processors: ListLike[EngineProcessor] = ()) -> Any:
+def snapshots(params: Any, processors: ListLike[EngineProcessor] = (), thinks_first: bool = False) -> Any:
     """Of one SamplingParams or of a list of them, with the engine's logits processors; an object that is there many
     times is copied once.
+
+    ``thinks_first``: structured outputs begin behind the thinking.
     """
     if isinstance(params, (list, tuple)):
-        copies = {key: snapshots(p, processors) for key, p in {id(p): p for p in params}.items()}
+        copies = {key: snapshots(p, processors, thinks_first) for key, p in {id(p): p for p in params}.items()}
         return [copies[id(p)] for p in params]
     if not isinstance(params, SamplingParams):
         return params  # refused by the engine
     # vLLM refuses n > 1 beside temperature 0 in the constructor only: later assigned, it gives n equal completions
     are_equal = params.n > 1 and params.temperature < core.MIN_TEMPERATURE
     copied = params.as_core(temperature=1.0, top_k=1) if are_equal else params.as_core()
+    if thinks_first and copied.structured_outputs is not None and copied.thinking_token_budget is None:
+        copied.thinking_token_budget = UNLIMITED
     rows = [processor.of_request(params, copied) for processor in processors]
     copied.logits_processors = [*(copied.logits_processors or ()), *rows] or None
     return copied

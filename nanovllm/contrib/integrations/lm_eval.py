@@ -1,4 +1,4 @@
-"""Model ``nanovllm`` of lm-evaluation-harness: ``pip install 'nanovllm[eval]'``, then
+"""Model ``nanovllm`` of lm-evaluation-harness: ``pip install '.[eval]'`` in the checkout, then
 
     python -m nanovllm.integrations.lm_eval run --model nanovllm --model_args pretrained=Qwen/Qwen3-0.6B --tasks ...
 
@@ -22,7 +22,8 @@ try:
     from lm_eval.models import utils
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(f"{error}. Install lm-evaluation-harness: pip install 'nanovllm[eval]'.") from error
+    remedy = "Install lm-evaluation-harness: pip install '.[eval]' in the checkout."
+    raise ModuleNotFoundError(f"{error}. {remedy}") from error
 
 SCORED_AT_ONCE = 2048  # requests; a run that is killed finds those before in the harness's cache
 logger = logging.getLogger("nanovllm")

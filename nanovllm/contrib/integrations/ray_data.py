@@ -1,4 +1,4 @@
-"""Completions of a Ray data set, on as many engines as the cluster has room for: ``pip install 'nanovllm[ray]'``.
+"""Completions of a Ray data set, on as many engines as the cluster has room for: ``pip install '.[ray]'``.
 
 Owns the engine that an actor runs, and the columns that go in and out; names and columns are those of ``ray.data.llm``.
 Distribution, retries and checkpoints are Ray Data's. Batches overlap inside an engine, so that it never waits for the
@@ -22,7 +22,8 @@ try:
     import pyarrow as pa
     from ray.data import ActorPoolStrategy, Dataset
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(f"{error}. Install Ray Data 2.59 or later: pip install 'nanovllm[ray]'.") from error
+    remedy = "Install Ray Data 2.59 or later: pip install '.[ray]' in the checkout."
+    raise ModuleNotFoundError(f"{error}. {remedy}") from error
 
 ERROR = "__inference_error__"
 IDS = pa.list_(pa.int32())

@@ -4,9 +4,12 @@ The job reads the input twice: for the ids, then for the rows that are not done.
 hash of the id; engines take rows as they have room. So a million rows need little more memory than a thousand.
 """
 
+import json
 import re
 import sys
+from collections import Counter
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -16,7 +19,7 @@ from tqdm import tqdm
 
 from nanovllm.config import read_generation_config, resolve_model
 from nanovllm.contrib.jobs.files import Input, Output, begun, end_last_line, fingerprint, located
-from nanovllm.contrib.jobs.rows import IMAGES, as_object, ready
+from nanovllm.contrib.jobs.rows import CUT, ERROR, IMAGES, as_object, end_of, ready
 from nanovllm.errors import ConfigError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.validation import has_feature
@@ -41,6 +44,8 @@ def run(args: Any) -> int:
         path = path.with_name(f"{path.stem}-{k}-of-{n}{path.suffix}")
     if args.data_parallel_size < 1:
         raise ConfigError(f"--data-parallel-size {args.data_parallel_size}: it must be at least 1.")
+    if args.limit is not None and args.limit < 1:
+        raise ConfigError(f"--limit {args.limit}: it must be at least 1.")
     as_object("--chat-template-kwargs", args.chat_template_kwargs)
     model_path = resolve_model(args.model, args.engine.get("revision"))
     defaults = {} if args.engine.get("generation_config") == "vllm" else read_generation_config(model_path)
@@ -51,6 +56,7 @@ def run(args: Any) -> int:
         raise ConfigError(f"OUT={path} is the input, lies in it, or holds it.")
     source = Input(args.input, args.id_column)
     check_columns(args, source.columns)
+    args.image_columns = [name for name in IMAGES if name in source.columns]
     if filesystem is None and has_feature("engine.images"):  # paths of images are relative to the input's directory
         args.engine.setdefault("allowed_local_media_path", str(there if there.is_dir() else there.parent))
     used = {*USED, args.id_column, args.prompt_column, args.messages_column}
@@ -66,10 +72,17 @@ def run(args: Any) -> int:
             raise ConfigError(f"--metrics {args.metrics}: it is IN or OUT, and would be appended to.")
         end_last_line(Path(args.metrics))
     with begun(output, facts_of(args, model_path, source), args.overwrite):
-        done, num_errors = output.scan(args.retry_errors)
         is_mine = np.arange(len(source.hashes)) % n == k
+        if args.limit is not None:
+            is_mine &= np.cumsum(is_mine) <= args.limit
+        mine = None if args.limit is None else set(source.hashes[is_mine].tolist())
+        done, ends = output.scan(args.retry_errors, mine)
         todo = is_mine & ~np.isin(source.hashes, done)
-        return complete(args, source, todo, output, int(is_mine.sum() - todo.sum()), num_errors)
+        status = complete(args, source, todo, output, ends[np.isin(done, source.hashes[is_mine])])
+        if mine is not None:
+            for record in islice(output.records(mine), 2):
+                say(f"{json.dumps(record, ensure_ascii=False):.2000}")
+        return status
 
 
 def shard_of(shard: str | None) -> tuple[int, int]:
@@ -104,12 +117,16 @@ def facts_of(args: Any, model_path: str, source: Input) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def complete(args: Any, source: Input, todo: np.ndarray, output: Output, num_before: int, num_errors: int) -> int:
-    """Write a record for each of the rows, count and show them, and print a summary; the exit status."""
+def complete(args: Any, source: Input, todo: np.ndarray, output: Output, ends: np.ndarray) -> int:
+    """Write a record for each of the rows, count and show them, and print a summary; the exit status.
+
+    ``ends``: of the rows that were done before, as ``Output.scan`` counts them.
+    """
     from nanovllm.contrib.jobs import engines
 
-    started, size, num_todo = perf_counter(), source.num_bytes(), int(todo.sum())
-    num_rows, num_done = num_before + num_todo, 0
+    started, size, num_before, num_todo = perf_counter(), source.num_bytes(), len(ends), int(todo.sum())
+    num_rows, num_done, num_incomplete = num_before + num_todo, 0, 0
+    counts = Counter(ends.tolist())
     tokens = np.zeros(3, int)  # of prompts, cached, generated
     if num_todo:
         if args.data_parallel_size > 1:
@@ -123,8 +140,9 @@ def complete(args: Any, source: Input, todo: np.ndarray, output: Output, num_bef
                 for record, of_record in records:
                     output.append(record)
                     num_done += 1
-                    num_errors += record["error"] is not None
-                    tokens += of_record
+                    counts[end_of(record)] += 1
+                    tokens += of_record[:3]
+                    num_incomplete += sum(of_record[3:])
                     bar.set_postfix_str(f"{tokens[2] / (perf_counter() - started):,.0f} tokens/s", refresh=False)
                     bar.update()
         finally:
@@ -132,7 +150,13 @@ def complete(args: Any, source: Input, todo: np.ndarray, output: Output, num_bef
                 say(f"{num_before + num_done:,} of {num_rows:,} rows are in {output.path}; the same command goes on.")
     if source.num_bytes() > size:
         say(f"IN has grown while the job ran; done are the {len(todo):,} rows that it held at the start.")
+    num_errors, num_cut = counts[ERROR], counts[CUT]
     say(f"{num_rows:,} rows in {output.path}: {num_done:,} now, {num_before:,} before, {num_errors:,} of them errors.")
+    if num_cut or num_incomplete:
+        incomplete = f" Structured outputs of the rows now that are incomplete: {num_incomplete:,}."
+        say(f"{num_cut:,} of them ended at max_tokens.{incomplete if num_incomplete else ''}")
+    if num_rows == args.limit:
+        say(f"--limit {args.limit}: without it the same command does the other rows, too.")
     if num_done:
         seconds, (prompt, cached, generated) = perf_counter() - started, tokens
         say(f"{seconds:,.1f} s with start: {num_done / seconds:,.1f} rows/s, {generated:,} tokens generated "

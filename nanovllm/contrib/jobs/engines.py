@@ -21,7 +21,7 @@ import numpy as np
 
 from nanovllm.config import Config
 from nanovllm.contrib.jobs.files import Input
-from nanovllm.contrib.jobs.rows import Row, error_record, record_of, request_of
+from nanovllm.contrib.jobs.rows import Row, error_record, is_incomplete, record_of, request_of
 from nanovllm.errors import ConfigError, EngineError, NanoVLLMError, as_request_error
 from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput
@@ -29,7 +29,8 @@ from nanovllm.sampling_params import SamplingParams
 
 logger = logging.getLogger("nanovllm")
 ROWS_PER_SLOT = 2  # that wait or run in an engine; enough to keep every step full
-Records = Generator[tuple[dict[str, Any], tuple[int, int, int]]]  # and tokens of the prompt, cached, generated
+# with tokens of the prompt, cached, generated; and 1 for a structured output that is incomplete
+Records = Generator[tuple[dict[str, Any], tuple[int, ...]]]
 
 
 def complete(args: Any, rows: Iterator[Row], rank: int = 0) -> Records:
@@ -61,11 +62,13 @@ def complete(args: Any, rows: Iterator[Row], rank: int = 0) -> Records:
                     try:
                         output = future.result()
                         record = record_of(of_row, output, params, args.model or "demo")
+                        incomplete = record["error"] is None and is_incomplete(output, params)
                     except BaseException as error:  # its text, or its log-probabilities
                         yield error_record(of_row, as_request_error(error)), (0, 0, 0)
                         continue
                     num_generated = sum(len(o.token_ids) for o in output.outputs)
-                    yield record, (len(output.prompt_token_ids), output.num_cached_tokens, num_generated)
+                    num_prompt, num_cached = len(output.prompt_token_ids), output.num_cached_tokens
+                    yield record, (num_prompt, num_cached, num_generated, int(incomplete))
         metrics.write(llm)
 
 

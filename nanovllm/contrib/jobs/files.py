@@ -11,7 +11,7 @@ import json
 import os
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from itertools import count, filterfalse, islice
@@ -23,7 +23,7 @@ import filelock
 import numpy as np
 import xxhash
 
-from nanovllm.contrib.jobs.rows import Row, hash_of, row_of
+from nanovllm.contrib.jobs.rows import IMAGES, Row, end_of, hash_of, row_of
 from nanovllm.errors import ConfigError, NanoVLLMError, RequestError
 
 with suppress(ImportError):  # Windows
@@ -114,7 +114,8 @@ def read_parquet(path: File) -> Iterator[Values]:
                         values[name] = without_nones(value)
                     except RequestError as error:
                         values[name] = RequestError(f"{name!r}: {error}")
-                yield {name: value for name, value in values.items() if value is not None}
+                # an image's null stays: a column without one image is a column of images
+                yield {name: value for name, value in values.items() if value is not None or name in IMAGES}
 
 
 def require_distinct(path: File, columns: Sequence[str]) -> None:
@@ -143,7 +144,7 @@ def import_parquet() -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise ConfigError("parquet needs pyarrow: pip install 'nanovllm[parquet]'.") from None
+        raise ConfigError("parquet needs pyarrow: pip install '.[parquet]' in the checkout.") from None
     return pyarrow.parquet
 
 
@@ -181,7 +182,7 @@ def located(location: str) -> tuple[Any, str]:
         is_local = isinstance(filesystem, fsspec.get_filesystem_class("file"))
     except ImportError as error:
         raise ConfigError(
-            f"IN={location} needs a package that is missing: pip install 'nanovllm[remote]' ({error})."
+            f"IN={location} needs a package that is missing: pip install '.[remote]' in the checkout ({error})."
         ) from None
     except Exception as error:
         raise ConfigError(f"IN={location} cannot be opened: {error}") from None
@@ -250,15 +251,18 @@ class Input:
                 yield row_of(values, next(numbers), self._id_column)
 
     def rows_to_do(self, todo: np.ndarray) -> Iterator[Row]:
-        """The rows of bool ``todo`` [N], read again; raises ConfigError if the first N are no longer the same."""
-        num_rows = 0
-        for row, known, is_to_do in zip(self.rows(), self.hashes, todo, strict=False):
+        """The rows of bool ``todo`` [N], read again up to the last; raises ConfigError if they are no longer the same.
+        """
+        num_rows, end = 0, int(np.flatnonzero(todo).max(initial=-1)) + 1
+        for row, known, is_to_do in zip(self.rows(), self.hashes, todo[:end], strict=False):
             if hash_of(row.key) != known:
                 raise ConfigError(f"IN has changed while the job ran: row {num_rows} has another id, {row.key!r:.100}.")
             num_rows += 1
             if is_to_do:
                 yield row
-        if num_rows < len(todo):
+            if num_rows == end:
+                return  # the rest need not be read
+        if num_rows < end:
             raise ConfigError(f"IN has changed while the job ran: it held {len(todo):,} rows, now {num_rows:,}.")
 
     def num_bytes(self) -> int:
@@ -320,13 +324,22 @@ class Output:
         beside = (self.path.resolve(), *beside_output(self.path))
         return {path.resolve() for path in (*self.files(), *beside, *map(temporary_of, beside))}
 
-    def scan(self, retry_errors: bool) -> tuple[np.ndarray, int]:
-        """Hashes of the ids that are there, and how many are errors; damaged lines, and errors to retry, are cut."""
-        hashes, num_errors = array("Q"), 0
+    def records(self, hashes: Container[int]) -> Iterator[dict[str, Any]]:
+        """The records of rows with ids of these hashes."""
+        for file in self.files():
+            yield from (record for record in read(file) if hash_of(record["custom_id"]) in hashes)
+
+    def scan(self, retry_errors: bool, mine: Container[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Hashes of the ids that are there, and how each ended, see ``end_of``; damaged lines, and errors to retry, are
+        cut. ``mine``: hashes of the rows whose errors may be, None for all.
+        """
+        hashes, ends = array("Q"), array("B")
 
         def is_cut(record: Any) -> bool:
-            is_whole = isinstance(record, dict) and "custom_id" in record
-            return not is_whole or (retry_errors and record.get("error") is not None)
+            if not (isinstance(record, dict) and "custom_id" in record):
+                return True
+            is_retried = retry_errors and record.get("error") is not None
+            return is_retried and (mine is None or hash_of(record["custom_id"]) in mine)
 
         for file in self.files():
             num_cut = 0
@@ -337,11 +350,11 @@ class Output:
                     num_cut += 1
                 else:
                     hashes.append(hash_of(record["custom_id"]))
-                    num_errors += record.get("error") is not None
+                    ends.append(end_of(record))
             if num_cut:
                 with replacing(file) as new:
                     self._write(filterfalse(is_cut, read(file)), new)
-        return np.frombuffer(hashes, np.uint64), num_errors
+        return np.frombuffer(hashes, np.uint64), np.frombuffer(ends, np.uint8)
 
     @contextmanager
     def held(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ LONGEST_GAP_S = 10.0  # a job that rested for longer was stopped and started aga
 STATES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "alive")
 COUNTERS = ("generation_tokens", "prompt_tokens", "prompt_tokens_cached", "prefix_cache_hits", "prefix_cache_queries",
             "num_preemptions", "requests")  # fmt: skip
+LARGEST = 1e15  # number in a line: whole ones are exact up to it
 Chart = tuple[str, str, dict[str, np.ndarray]]  # title; unit; lines, float [P], NaN where there is nothing
 
 
@@ -32,7 +33,7 @@ def run(args: Any) -> int:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("plot needs matplotlib: pip install 'nanovllm[plot]'.") from None
+        raise ConfigError("plot needs matplotlib: pip install '.[plot]' in the checkout.") from None
     unit, size = ("hours", 3600) if seconds[-1] > 7200 else ("minutes", 60) if seconds[-1] > 180 else ("seconds", 1)
     figure = Figure(figsize=(9, 2.2 * len(charts)), layout="constrained")
     figure.suptitle(f"nanovllm: {source.name}\n{totals}", fontsize="medium", parse_math=False)
@@ -101,8 +102,11 @@ def samples_of_processes(path: Path) -> list[list[list[float]]]:
         try:
             sample = json.loads(line)
             sample.update(alive=1, requests=sum(sample["request_success"].values()))
-            samples[sample["pid"]].append([float(sample[name]) for name in ("time", *STATES, *COUNTERS)])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            numbers = [float(sample[name]) for name in ("time", *STATES, *COUNTERS)]
+            if not all(0 <= x <= LARGEST for x in numbers):  # nor NaN
+                raise ValueError
+            samples[sample["pid"]].append([round(numbers[0], 3), *numbers[1:]])
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             if line[:1] not in (b"{", b"") or not isinstance(error, json.JSONDecodeError):
                 raise ConfigError(f"{path}, line {number}: not what --metrics writes: {line[:60]!r}.") from None
             num_torn += 1  # by a kill or a full disk

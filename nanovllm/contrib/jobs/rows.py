@@ -29,6 +29,7 @@ NEUTRAL: dict[str, tuple] = {
 }  # fmt: skip
 IMAGES = ("images", "image")  # columns
 PLACE = {"type": "image"}  # a part of a message
+COMPLETE, ERROR, CUT = 0, 1, 2  # ends of a row; CUT: a completion ended at max_tokens
 TEMPLATE = ("tools", "add_generation_prompt", "continue_final_message", "chat_template")
 
 
@@ -100,9 +101,30 @@ def plain_request(values: dict[str, Any], args: Any) -> tuple[Any, dict[str, Any
     own = as_object("sampling_params", from_json("sampling_params", values.get("sampling_params") or {}))
     if (messages := values.get(args.messages_column)) is not None:
         return from_json(args.messages_column, messages), own, True
-    if (prompt := values.get(args.prompt_column, args.prompt)) is None:
+    prompt = values.get(args.prompt_column)
+    if prompt is None or (prompt == "" and args.prompt):  # CSV's null
+        prompt = args.prompt
+        if prompt is not None and args.image_columns and not images_of(values):
+            columns = " or ".join(map(repr, args.image_columns))
+            raise RequestError(f"the row has no image in {columns}, and --prompt is for rows that have one; give it an "
+                               "image, or a prompt of its own.")  # fmt: skip
+    if prompt is None:
         raise RequestError(f"the row has neither {args.prompt_column!r} nor {args.messages_column!r}.")
-    return [{"role": "user", "content": prompt}] if args.chat else prompt, own, args.chat
+    return [{"role": "user", "content": said(prompt)}] if args.chat else prompt, own, args.chat
+
+
+def said(prompt: Any) -> Any:
+    """The content of a user's message: a text, or a list of its parts; RequestError for other prompts."""
+    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(map(is_part, prompt))):
+        return prompt
+    kind, remedy = "", "Give each of several prompts a row of its own, and a conversation the column of messages."
+    if isinstance(prompt, list) and prompt and all(isinstance(x, int) for x in prompt):
+        kind, remedy = "the token ids ", "Give the text, or leave out --chat."
+    raise RequestError(f"with --chat a prompt must be a text, not {kind}{prompt!r:.100}. {remedy}")
+
+
+def is_part(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("type"), str)
 
 
 def openai_request(values: dict[str, Any], template: dict[str, Any]) -> tuple[Any, dict[str, Any], bool]:
@@ -148,11 +170,22 @@ def openai_request(values: dict[str, Any], template: dict[str, Any]) -> tuple[An
 
 def images_of(values: dict[str, Any]) -> list[Any]:
     """The images of a row: one or a list, in CSV as JSON; each bytes, a path, a URL, or {"bytes", "path"}."""
-    name = next((name for name in IMAGES if values.get(name) is not None), "")
-    images = values.get(name, [])
+    given = {name: values[name] for name in IMAGES if values.get(name) is not None}
+    name = next((name for name, x in given.items() if not (isinstance(x, (str, list)) and not x)), "")
+    images = given.get(name, [])
     if isinstance(images, str):
         images = from_json(name, images) if images.startswith("[") else [images] if images else []
-    return images if isinstance(images, list) else [images]
+    images = images if isinstance(images, list) else [images]
+    if empty := [image for image in images if is_empty(image)]:
+        raise RequestError(f"the row's {name!r} holds no image, but {empty[0]!r:.100}.")
+    return images
+
+
+def is_empty(image: Any) -> bool:
+    """Whether a cell lacks its image: a null, NaN, or a dictionary of nulls, which data frames write for one."""
+    if isinstance(image, dict):
+        return image.get("bytes") is None and image.get("path") is None
+    return image is None or (isinstance(image, str) and not image) or (isinstance(image, float) and image != image)
 
 
 def with_images(messages: list[dict], images: list[Any]) -> list[dict]:
@@ -222,6 +255,21 @@ def record_of(row: Row, output: RequestOutput, params: SamplingParams, model: st
     if params.prompt_logprobs is not None:
         record["prompt_logprobs"] = plain_logprobs(output.prompt_logprobs)
     return {**record, "error": None}
+
+
+def end_of(record: dict[str, Any]) -> int:
+    """How a row ended, by its record: COMPLETE, ERROR or CUT. Parquet has nested values as JSON text."""
+    if record.get("error") is not None:
+        return ERROR
+    response, outputs = (from_json(name, record.get(name)) for name in ("response", "outputs"))
+    completions = response["body"]["choices"] if response else outputs or [record]
+    return CUT if any(each.get("finish_reason") == "length" for each in completions) else COMPLETE
+
+
+def is_incomplete(output: RequestOutput, params: SamplingParams) -> bool:
+    """Whether a structured output did not end by itself: at max_tokens, at a stop string, or at a repetition."""
+    are_whole = all(o.finish_reason == "stop" and o.stop_reason is None for o in output.outputs)
+    return params.structured_outputs is not None and not are_whole
 
 
 def split_of(output: CompletionOutput) -> dict[str, str]:

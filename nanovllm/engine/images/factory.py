@@ -39,7 +39,7 @@ def make_images(config: Config, tokenizer: AsyncTokenizer) -> Union["ImageLoader
     if vision is None:
         return None
     if missing := vision.missing():
-        return Refusal(f"they need {missing}; pip install 'nanovllm[vision]'")
+        return Refusal(f"they need {missing}; pip install '.[vision]' in the checkout")
     if vision.num_whole > config.max_num_batched_tokens:
         return Refusal(
             f"one has {vision.num_whole} tokens, which attend each other both ways, and a launch takes "

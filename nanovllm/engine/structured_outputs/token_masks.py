@@ -211,7 +211,9 @@ class GrammarCompiler:
         try:
             import llguidance
         except ImportError as error:
-            raise RequestError(f"{needs} llguidance ({error}): pip install 'nanovllm[structured]'.") from None
+            raise RequestError(
+                f"{needs} llguidance ({error}): pip install '.[structured]' in the checkout."
+            ) from None
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise RequestError(f"{needs} a fast tokenizer (tokenizer.json), not {type(self._tokenizer).__name__}.")

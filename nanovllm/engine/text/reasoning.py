@@ -11,6 +11,7 @@ import numpy as np
 
 from nanovllm.engine.text.detokenizer import backend_of, decode, decode_completion, special_tokens
 from nanovllm.outputs import ReasoningBlock
+from nanovllm.sampling_params import StructuredOutputsParams
 
 MAX_TAIL = 128  # tokens of a prompt that are decoded to look for marks of several tokens
 BOUNDARY, OWN = 1, 2  # kinds of token ids: other special tokens, and those of the marks
@@ -25,14 +26,22 @@ class ReasoningMarks(NamedTuple):
 
     @classmethod
     def alone(cls, start: str | None, end: str | None) -> "ReasoningMarks":
-        """From the options of an engine, whose end may have a phrase of transition before the mark.
+        """From the options of an engine, whose end may have a phrase before the mark, and text behind it.
 
-        The mark begins at the last bracket of the kind that ``start`` begins with.
+        The mark that belongs to ``start`` is that of a published pair, or ``start`` with a slash (``</think>``), or
+        else the last text in the brackets that ``start`` has.
         """
         start, end = start or THINK.start, end or THINK.end
-        bracket = start.strip()[:1]
-        place = -1 if bracket.isalnum() else end.rfind(bracket)
-        return cls(start, end[place:].strip() if place >= 0 else end)
+        opening = start.strip() or start
+        own = next((pair.end for pair in (THINK, *OTHERS) if pair.start == opening), f"{opening[:1]}/{opening[1:]}")
+        if own in end:
+            return cls(start, own)
+        place = -1 if opening[:1].isalnum() else end.rfind(opening[:1])
+        if place < 0:
+            return cls(start, end.rstrip() or end)
+        closing = opening[-1]
+        stop = -1 if closing.isalnum() or closing == opening[0] else end.find(closing, place)
+        return cls(start, end[place : stop + 1] if stop >= 0 else end[place:].strip())
 
 
 THINK = ReasoningMarks("<think>", "</think>")  # Qwen3, DeepSeek-R1, GLM-4.5, SmolLM3, EXAONE 4, MiniMax-M2 and others
@@ -88,7 +97,12 @@ class ReasoningFinder:
             return "" if any(token and token in behind for token in self._special) else "inside"
         return "after" if end >= 0 and not text[end + len(self._marks.end) :].strip() else ""
 
-    def find(self, prompt_ids: np.ndarray, text: str, token_ids: list[int], *flags: bool) -> ReasoningBlock | None:
+    def is_named_in(self, constraint: StructuredOutputsParams) -> bool:
+        """Whether a constraint describes the thinking too: its source has the end mark, perhaps with backslashes."""
+        return self._marks.end in str(getattr(constraint, constraint.kind)).replace("\\", "")
+
+    def find(self, prompt_ids: np.ndarray, text: str, token_ids: list[int], *flags: bool,
+             must_open: bool = False) -> ReasoningBlock | None:
         """Find the thinking in the text of a completion; None without one.
 
         A text that has the end mark alone began inside, unless its prompt closed the block.
@@ -97,15 +111,16 @@ class ReasoningFinder:
             prompt_ids: integers [num_prompt_tokens].
             text: of ``token_ids``, or its beginning.
             flags: of the text, ``skip_special_tokens`` and ``spaces_between_special_tokens``.
+            must_open: only prompt and beginning of the text open a block, as where a grammar begins behind it.
         """
         (start, behind_start), (end, behind_end) = self._marks_in(text, token_ids, *flags)
         begins = self._begins(prompt_ids)
         has_end, is_first = end >= 0, start >= 0 and not text[:start].strip()
         if not has_end:  # so far, or for ever
             end = behind_end = len(text)
-        if is_first or (start >= 0 and has_end and begins != "inside"):
+        if is_first or (start >= 0 and has_end and begins != "inside" and not must_open):
             return ReasoningBlock(start, behind_start, end, behind_end)
-        if begins == "inside" or (has_end and begins != "after"):
+        if begins == "inside" or (has_end and begins != "after" and not must_open):
             return ReasoningBlock(0, 0, end, behind_end)
         return None
 

@@ -198,9 +198,14 @@ class CompletionReasoning:
     def __call__(self, text: str, token_ids: ListLike[int]) -> ReasoningBlock | None:
         if (tokenizer := self.tokenizer.tokenizer) is None:
             return None
-        flags = self.params.skip_special_tokens, self.params.spaces_between_special_tokens
-        finder = finder_of(tokenizer, len(tokenizer), self.marks)
-        return finder.find(self.prompt_ids, text, list(token_ids), *flags)
+        params = self.params
+        flags = params.skip_special_tokens, params.spaces_between_special_tokens
+        finder, constraint = finder_of(tokenizer, len(tokenizer), self.marks), params.structured_outputs
+        thinks_first = params.thinking_token_budget is not None
+        if constraint is not None and not thinks_first and not finder.is_named_in(constraint):
+            return None  # the model could not think, whatever its prompt has opened
+        must_open = constraint is not None and thinks_first
+        return finder.find(self.prompt_ids, text, list(token_ids), *flags, must_open=must_open)
 
 
 def done(result: T) -> "Future[T]":

@@ -13,7 +13,7 @@ from helpers import run_python
 
 needs_harness = pytest.mark.skipif(
     not all(map(find_spec, ("lm_eval", "accelerate"))),
-    reason="needs lm-evaluation-harness and, for its hf model, accelerate: pip install 'nanovllm[eval]' accelerate",
+    reason="needs lm-evaluation-harness and, for its hf model, accelerate: pip install '.[eval]' accelerate",
 )
 
 
@@ -70,5 +70,5 @@ def test_command_line(report):
 
 @pytest.mark.skipif(bool(find_spec("lm_eval")), reason="lm-evaluation-harness is installed")
 def test_without_the_harness():
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'nanovllm\[eval\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install '\.\[eval\]' in the checkout"):
         import nanovllm.integrations.lm_eval  # noqa: F401

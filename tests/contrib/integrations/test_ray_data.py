@@ -12,7 +12,7 @@ from helpers import run_python
 from histories import at_night, nightly
 
 NUM_ROWS, FEW = 2000, 320
-needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray Data: pip install 'nanovllm[ray]'")
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray Data: pip install '.[ray]'")
 
 
 @pytest.fixture(scope="module")
@@ -86,5 +86,5 @@ def test_error_rows(report):
 
 @pytest.mark.skipif(bool(find_spec("ray")), reason="Ray is installed")
 def test_without_ray():
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'nanovllm\[ray\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install '\.\[ray\]' in the checkout"):
         import nanovllm.integrations.ray_data  # noqa: F401
