@@ -11,9 +11,10 @@ from nanovllm.engine.callers import Caller, collect
 from nanovllm.engine.futures import RequestFuture
 from nanovllm.engine.guard import Guard
 from nanovllm.engine.images.factory import Refusal
-from nanovllm.engine.images.messages import take_images
+from nanovllm.engine.images.messages import image_types, take_images
 from nanovllm.engine.input_processor import Params
 from nanovllm.engine.request import Request
+from nanovllm.engine.text.chat_templates import NOT_TEXT
 from nanovllm.engine.text.prompts import Prompt, as_prompts
 from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestOutput
@@ -89,7 +90,9 @@ class ImageVerbs(Chat, Streaming):
 
     def split_parts(self, conversation: Conversation) -> tuple[Conversation, dict[str, Any]]:
         """A conversation for the chat template, and the keys of a prompt that hold its images."""
-        if self._inputs.attachments is None:
+        if isinstance(refusal := self._inputs.attachments, Refusal):
+            for kind in image_types(conversation):
+                raise RequestError(f"{NOT_TEXT.format(kind=repr(kind))} Note that {refusal}")
             return conversation, {}
         conversation, images = take_images(list(conversation))
         return conversation, {"multi_modal_data": {"image": images}} if images else {}
@@ -103,6 +106,10 @@ class ImageVerbs(Chat, Streaming):
         self._loader.finish(ids, images)
         loaded = {"multi_modal_data": {"image": [image.result() for image in images]}}
         return {"prompt": text, "prompt_token_ids": ids, **loaded}
+
+    @property
+    def placeholder(self) -> str:
+        return "" if self._loader is None else self._loader.vision.family.text
 
     def place_parts(self, text: str, others: dict[str, Any]) -> str:
         return self._loader.vision.placed(text) if others and self._loader is not None else text
