@@ -152,7 +152,8 @@ NO_TOWER = " Note that this engine takes no images: this model has no vision tow
 @pytest.mark.parametrize(
     ("part", "named"),
     [({"type": "image_url", "image_url": {"url": "x"}}, "'image_url'." + NO_TOWER),
-     ({"type": "image"}, "'image'." + NO_TOWER), ({"image_url": "x"}, "'image_url'." + NO_TOWER), ({"type": "text", "text": None}, "'text'."), (5, "'int'."),
+     ({"type": "image"}, "'image'." + NO_TOWER), ({"image_url": "x"}, "'image_url'." + NO_TOWER),
+     ({"type": "text", "text": None}, "'text'."), (5, "'int'."),
      ({"type": "video", "video": "x"}, "'video'."), ({"type": ["text"], "text": "hi"}, "\"['text']\"."),
      ({"type": "text", "text": "hi", "image_url": "x"}, "'text' with 'text' and 'image_url'.")],
 )  # fmt: skip
@@ -237,13 +238,15 @@ def test_an_answer_that_is_begun_in_parts(demo):
         ("{% with c = (messages | first).content if messages else [] %}{% for p in c %}{% endfor %}"
          "{% endwith %}", True),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", False),
-        ("{% for m in messages %}{% for t in m.tool_calls %}{{ t.content }}{% endfor %}{{ m.content }}{% endfor %}", False),
+        ("{% for m in messages %}{% for t in m.tool_calls %}{{ t.content }}{% endfor %}"
+         "{{ m.content }}{% endfor %}", False),
         ("{% for m in messages %}{% for line in m.content.split('x') %}{{ line }}{% endfor %}{% endfor %}", False),
         ("{% for m in messages %}{% set c = m.content %}{% set c = c.split('x') %}{% for t in c %}{% endfor %}"
          "{% endfor %}", False),
         ("{% macro show(content) %}{% for p in content %}{% endfor %}{% endmacro %}"
          "{% for m in messages %}{{ show(m.tool_calls) }}{{ m.content }}{% endfor %}", False),
-        ("{% for content in documents %}{% for x in content %}{% endfor %}{% endfor %}{{ messages[0].content }}", False),
+        ("{% for content in documents %}{% for x in content %}{% endfor %}{% endfor %}"
+         "{{ messages[0].content }}", False),
         ("{% set content = messages[0].content %}{% for content in tools %}{% for x in content %}{% endfor %}"
          "{% endfor %}", False),
         ("{% for m in messages %}{% for p in m.content %}", False),  # no template
