@@ -157,7 +157,8 @@ def test_parts_of_a_message(llm, part):
     ({}, 15, None), ({"max_pixels": 256}, 2, (8, 16)), ({"min_pixels": 1900}, 40, (40, 64)),
     ({"min_pixels": 64, "max_pixels": 256}, 2, (8, 16)),
     ({"resized_height": 16, "resized_width": 56}, 14, (56, 16)),
-    ({"resized_height": 20, "resized_width": 33}, 8, (32, 16)), ({"resized_height": 8, "resized_width": 8}, 4, (16, 16)),
+    ({"resized_height": 20, "resized_width": 33}, 8, (32, 16)),
+    ({"resized_height": 8, "resized_width": 8}, 4, (16, 16)),
     ({"resized_height": 16, "resized_width": 56, "max_pixels": 64}, 14, (56, 16)),
 ], ids=str)  # fmt: skip
 def test_sizes_of_a_part(llm, sizes, num_tokens, same):
@@ -363,7 +364,8 @@ def test_a_form_that_is_wrong_refuses_the_call(llm, prompt, why):
     ({"type": "image_url"}, "must have 'image_url'"), ({"type": "image"}, "must have 'image' or 'url' or 'path'"),
     ({"type": "image", "url": DATA_URL, "image": PAGE}, "must have"), (3, "'int'"),
     ({"type": "video", "video": "x"}, "of type 'text' or 'image_url' or 'input_image' or 'image_pil' or 'image'"),
-    ({"video_url": {"url": "x"}}, "not 'video_url'"), ({"type": "image", "index": 0, "text": None}, "must have 'image'"),
+    ({"video_url": {"url": "x"}}, "not 'video_url'"),
+    ({"type": "image", "index": 0, "text": None}, "must have 'image'"),
     ({"type": "image", "image": PAGE, "text": "x"}, "not 'text' and 'image'"),
     ({"type": "image_url", "image_url": {}}, "must have 'image_url'"),
     ({"type": "text", "text": "x", "image": PAGE}, "not 'text' with 'text' and 'image'"),
