@@ -315,11 +315,32 @@ def test_prompt_dictionaries(demo, given, text, ids):
         demo.step()
 
 
+def test_token_ids_of_a_range(demo):
+    """``stream`` took each for a prompt, and ``generate`` took an iterator of integers for one prompt."""
+    (expected,) = demo.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+    params, ids = SamplingParams(temperature=0, max_tokens=3), expected["token_ids"]
+    assert demo.generate(range(5, 8), params, use_tqdm=False)[0]["token_ids"] == ids
+    assert [token for delta in demo.stream(range(5, 8), params) for token in delta["token_ids"]] == ids
+    assert demo.submit(range(5, 8), params).result()["token_ids"] == ids
+    for use in (lambda: demo.generate(iter([5, 6]), use_tqdm=False), lambda: list(demo.stream(iter([5, 6])))):
+        with refuses("prompt 0: a prompt must be a string or a flat list of integer token ids, not 5."):
+            use()
+
+
+@pytest.mark.parametrize("given", [
+    {"multi_modal_data": {"video": [], "image": None}}, {"mm_processor_kwargs": {"fps": 1, "use_fast": None}},
+])  # fmt: skip
+def test_keys_of_prompts_that_change_nothing(demo, given):
+    expected = demo.generate("The", NONE, use_tqdm=False)[0].prompt_token_ids
+    assert demo.generate({"prompt": "The", **given}, NONE, use_tqdm=False)[0].prompt_token_ids == expected
+
+
 def test_refused_prompt_dictionaries(demo):
     """By every call; other texts: ``test_refusals.py``."""
     for use in (demo.generate, demo.add_request, lambda prompt: next(demo.stream(prompt))):
         for given, text in (({}, 'a prompt dictionary needs "prompt", a string, or "prompt_token_ids", a list of '),
-                            ({"prompt": "The", "other": 1}, "a prompt dictionary cannot have 'other': text only.")):
+                            ({"prompt": "The", "other": 1}, "a prompt dictionary cannot have 'other': text only."),
+                            ({"prompt": "The", "multi_modal_data": {"image": 1}}, NO_TOWER[len(" Note that ") :])):
             with refuses(text):
                 use(given)
     assert demo.is_finished()

@@ -100,7 +100,7 @@ def site():
 
 def engine(path, **options):
     defaults = {"device": "cpu", "kvcache_block_size": 16, "num_kvcache_blocks": 200, "max_model_len": 600}
-    return LLM(str(path), **defaults, quiet=True, **options)
+    return LLM(str(path), **{**defaults, **options}, quiet=True)
 
 
 @pytest.fixture(scope="module")
@@ -347,15 +347,41 @@ def test_several_images(llm):
     (asks(PAGE, mm_processor_kwargs={"patch_size": 8}), "has patch_size=8, and the vision tower of config.json 4"),
     (asks(PAGE, mm_processor_kwargs=3), "mm_processor_kwargs must be a dictionary"),
     (asks(PAGE, encoder_prompt="x"), "cannot have 'encoder_prompt'"),
+    (asks(PAGE, text=ONE + "x" * 599), "at most 599 fit"), (asks(), "0 images"),
+    ({"prompt_token_ids": [5, IMAGE, 999], "multi_modal_data": {"image": PAGE}}, "token id 999 is outside"),
 ])  # fmt: skip
 def test_a_form_that_is_wrong_refuses_the_call(llm, prompt, why):
-    for use in (lambda: run(llm, [[1, 2], prompt], THREE), lambda: llm.submit(prompt, THREE),
-                lambda: llm.add_request(prompt, THREE), lambda: list(llm.stream([prompt], THREE))):  # fmt: skip
-        with refuses(why):
-            use()
+    """By every verb, before anything runs."""
+    refused_by_every_verb(llm, prompt, THREE, why)
     with refuses("prompt 1: "):
         run(llm, [[1, 2], prompt], THREE)
-    assert llm.is_finished()
+
+
+@pytest.mark.parametrize(("params", "why"), [
+    (greedy(3, truncate_prompt_tokens=5), "truncate_prompt_tokens cannot cut a prompt that has more than tokens."),
+    (greedy(3, logprobs=99), "logprobs=99 must be at most"), (greedy(3, stop_token_ids=[999]), "999 is outside"),
+    (greedy(3, structured_outputs=StructuredOutputsParams(regex="(")), "regex"), ("x", "must be a SamplingParams"),
+])  # fmt: skip
+def test_parameters_that_are_wrong_refuse_the_call(llm, params, why):
+    """``generate`` made an error of a request that ``add_request`` refused."""
+    refused_by_every_verb(llm, asks(PAGE), params, why)
+
+
+def refused_by_every_verb(llm, prompt, params, why):
+    before = llm.metrics()
+    for use in (lambda: run(llm, [[1, 2], prompt], params), lambda: run(llm, prompt, params),
+                lambda: llm.submit(prompt, params), lambda: llm.add_request(prompt, params),
+                lambda: list(llm.stream(prompt, params)), lambda: list(llm.stream([prompt], params))):  # fmt: skip
+        with refuses(why):
+            use()
+    assert llm.is_finished() and llm.metrics() == before
+
+
+def test_a_prompt_too_large_for_the_cache_refuses_the_call(path, caplog):
+    with engine(path, num_kvcache_blocks=20) as llm:
+        prompt = asks(PAGE, text=ONE + "x" * 300)
+        refused_by_every_verb(llm, prompt, greedy(90), "KV blocks of 16 tokens; the cache has 20.")
+        assert not caplog.messages
 
 
 @pytest.mark.parametrize(("part", "why"), [
