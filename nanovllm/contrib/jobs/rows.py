@@ -28,7 +28,7 @@ NEUTRAL: dict[str, tuple] = {
     "parallel_tool_calls": (True, False), "modalities": (["text"],),
 }  # fmt: skip
 IMAGES = ("images", "image")  # columns
-SOURCES = ("image", "url", "path", "base64", "image_url")  # fields of a part of a message that holds its own image
+CONTENTS = ("image", "url", "path", "base64", "image_url", "text")  # fields of a part that is no place of an image
 TEMPLATE = ("tools", "add_generation_prompt", "continue_final_message", "chat_template")
 
 
@@ -177,7 +177,10 @@ def with_images(messages: list[dict], images: list[Any]) -> list[dict]:
 
 def is_place(part: Any) -> bool:
     """Whether a part is the place of an image; other fields, null or not, such as "index", change nothing."""
-    return isinstance(part, dict) and part.get("type") == "image" and not any(part.get(name) for name in SOURCES)
+    if not isinstance(part, dict) or part.get("type") != "image":
+        return False
+    given = [part[name] for name in CONTENTS if part.get(name) is not None]
+    return all(isinstance(value, str) and not value for value in given)
 
 
 def ready(values: dict[str, Any]) -> dict[str, Any]:
