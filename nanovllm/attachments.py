@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+CANNOT_CUT = "truncate_prompt_tokens cannot cut a prompt that has more than tokens."
+
 
 class Attachment:
     """Inputs of one prompt besides its tokens.

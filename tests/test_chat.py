@@ -9,6 +9,7 @@ import pytest
 
 from nanovllm import LLM, RequestError, SamplingParams
 from nanovllm.engine.text import tokenizer
+from nanovllm.engine.text.chat_templates import takes_parts
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
 OPTIONS = {"device": "cpu", "kvcache_block_size": 16, "num_kvcache_blocks": 32, "max_model_len": 128, "quiet": True}
@@ -145,14 +146,125 @@ def test_contents(demo, content, text):
     assert message == {"role": "user", "content": content}, "the caller's message was changed"
 
 
+NO_TOWER = " Note that this engine takes no images: this model has no vision tower."
+
+
 @pytest.mark.parametrize(
     ("part", "named"),
-    [({"type": "image_url", "image_url": {"url": "x"}}, "'image_url'"), ({"type": "text", "text": None}, "'text'"),
-     (5, "'int'")],
+    [({"type": "image_url", "image_url": {"url": "x"}}, "'image_url'." + NO_TOWER),
+     ({"type": "image"}, "'image'." + NO_TOWER), ({"image_url": "x"}, "'image_url'." + NO_TOWER),
+     ({"type": "text", "text": None}, "'text'."), (5, "'int'."),
+     ({"type": "video", "video": "x"}, "'video'."), ({"type": ["text"], "text": "hi"}, "\"['text']\"."),
+     ({"type": "text", "text": "hi", "image_url": "x"}, "'text' with 'text' and 'image_url'.")],
 )  # fmt: skip
 def test_parts_that_are_no_text(demo, part, named):
-    with refuses(f'a part of a message must be {{"type": "text", "text": "..."}}, not {named}.'):
+    """An image was refused without its reason; one beside a text was left out without a word."""
+    with refuses(f'a part of a message must be {{"type": "text", "text": "..."}}, not {named}'):
         demo.chat([{"role": "user", "content": [part]}], use_tqdm=False)
+
+
+LISTS = (  # takes lists alone
+    "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("hi", "[hi]"), ([{"type": "text", "text": "hi"}, {"type": "text", "text": "you"}], "[hi][you]"),
+        ([{"text": "hi"}, "you"], "[hi][you]"), ([{"type": "input_text", "text": "hi"}], "[hi]"),
+        ([{"type": None, "text": "hi", "image": None}, {"type": "text", "text": "", "index": 0}], "[hi][]"),
+        ([{"type": "text", "text": "hi", "image_url": None, "cache_control": {"type": "x"}}], "[hi]"),
+        ("", ""), (None, ""), ([], ""),
+    ],
+)  # fmt: skip
+def test_a_template_that_takes_lists(demo, monkeypatch, role, content, text):
+    """It got strings, and wrote nothing: a template that loops over parts gets them, in every role."""
+    messages = [{"role": role, "content": content}]
+    assert prompt_of(demo, messages, chat_template=LISTS) == f"<{role}>{text}"
+    for own in (LISTS, {"default": LISTS}, {"default": "{{ 1 }}", "lists": LISTS}):
+        monkeypatch.setattr(demo.tokenizer, "chat_template", own)
+        named = {"chat_template": "lists"} if "lists" in own else {}
+        assert prompt_of(demo, messages, **named) == f"<{role}>{text}"
+
+
+def test_the_template_of_chats_with_tools(demo, monkeypatch):
+    """Several templates have names; the one that is rendered decides about the form of contents."""
+    own = {"default": "{{ messages[0].content }}", "tool_use": "{% if tools %}" + LISTS + "{% endif %}"}
+    monkeypatch.setattr(demo.tokenizer, "chat_template", own)
+    assert prompt_of(demo, HI) == "hi" and prompt_of(demo, HI, tools=[{"name": "add"}]) == "<user>[hi]"
+
+
+def test_the_form_of_contents_that_is_asked_for(demo):
+    """``chat_template_content_format`` overrules the template."""
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "text", "text": "you"}]}]
+    plain = "{% for m in messages %}{{ m.content | tojson }}{% endfor %}"
+    both = plain + "{% for m in messages %}{% for p in m.content %}{% endfor %}{% endfor %}"
+    listed = '[{"type": "text", "text": "hi"}]'
+    for template, form, text in ((plain, "auto", '"hi"'), (plain, "openai", listed), (both, "auto", listed),
+                                 (both, "string", '"hi"'), (both, "openai", listed)):  # fmt: skip
+        assert prompt_of(demo, HI, chat_template=template, chat_template_content_format=form) == text
+        assert demo.apply_chat_template(HI, chat_template=template, chat_template_content_format=form) == text
+    assert prompt_of(demo, parts, chat_template=both, chat_template_content_format="string") == '"hi\\nyou"'
+    with refuses("chat_template_content_format='parts' must be 'auto' or 'string' or 'openai'."):
+        demo.chat(HI, use_tqdm=False, chat_template_content_format="parts")
+
+
+def test_an_answer_that_is_begun_in_parts(demo):
+    given = [*HI, {"role": "assistant", "content": "The"}]
+    assert prompt_of(demo, given, chat_template=LISTS + "!", continue_final_message=True) == "<user>[hi]<assistant>[The"
+
+
+@pytest.mark.parametrize(
+    ("template", "takes"),
+    [
+        ("{% for m in messages %}{% for p in m['content'] %}{% endfor %}{% endfor %}", True),
+        ("{% for m in messages %}{% for p in m.get('content', []) %}{% endfor %}{% endfor %}", True),
+        ("{% for m in messages %}{% set c = m.content %}{% for p in c %}{% endfor %}{% endfor %}", True),
+        ("{% set all = messages[1:] %}{% for m in all %}{% for p in m.content[:1] %}{% endfor %}{% endfor %}", True),
+        ("{% for m in messages %}{% for p in m.content | selectattr('type', 'equalto', 'text') | list %}"
+         "{% generation %}{{ p.text }}{% endgeneration %}{% endfor %}{% endfor %}", True),
+        ("{% macro show(content) %}{% if content is string %}{{ content }}{% else %}{% for p in content %}{{ p.text }}"
+         "{% endfor %}{% endif %}{% endmacro %}{% for m in messages %}{{ show(m.content) | trim }}{% endfor %}", True),
+        ("{% macro a(x) %}{% for p in x %}{% endfor %}{% endmacro %}{% macro b(m, n) %}{{ a(n) }}{{ a(x=m.content) }}"
+         "{% endmacro %}{{ b(messages[0], 1) }}", True),
+        ("{% for i in range(3) %}{% set m = messages[i] %}{% for p in m.content %}{% endfor %}{% endfor %}", True),
+        ("{% set ns = namespace(last=messages[-1]) %}{% for p in ns.last.content or [] %}{% endfor %}", True),
+        ("{% set ns = namespace(c='') %}{% for m in messages %}{% set ns.c = m.content %}{% for p in ns.c %}"
+         "{% endfor %}{% break %}{% endfor %}", True),
+        ("{% for m in messages %}{% if m.x %}{% set c = m.content %}{% else %}{% set c = [] %}"
+         "{% endif %}{% for p in c %}{% endfor %}{% endfor %}", True),
+        ("{% with c = (messages | first).content if messages else [] %}{% for p in c %}{% endfor %}"
+         "{% endwith %}", True),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", False),
+        ("{% for m in messages %}{% for t in m.tool_calls %}{{ t.content }}{% endfor %}"
+         "{{ m.content }}{% endfor %}", False),
+        ("{% for m in messages %}{% for line in m.content.split('x') %}{{ line }}{% endfor %}{% endfor %}", False),
+        ("{% for m in messages %}{% set c = m.content %}{% set c = c.split('x') %}{% for t in c %}{% endfor %}"
+         "{% endfor %}", False),
+        ("{% macro show(content) %}{% for p in content %}{% endfor %}{% endmacro %}"
+         "{% for m in messages %}{{ show(m.tool_calls) }}{{ m.content }}{% endfor %}", False),
+        ("{% for content in documents %}{% for x in content %}{% endfor %}{% endfor %}"
+         "{{ messages[0].content }}", False),
+        ("{% set content = messages[0].content %}{% for content in tools %}{% for x in content %}{% endfor %}"
+         "{% endfor %}", False),
+        ("{% for m in messages %}{% for p in m.content %}", False),  # no template
+        ("", False),
+    ],
+    ids=lambda x: "",
+)  # fmt: skip
+def test_templates_that_take_parts(template, takes):
+    assert takes_parts(template) == takes
+
+
+def test_a_template_that_is_hard_to_read():
+    """Calls of calls, and macros that call each other with every argument, are read in a moment."""
+    deep = "{{ " + "x.get(" * 90 + "1" + ")" * 90 + " }}"
+    macros = "{{ m0(messages, 1) }}"
+    for i in range(60):
+        macros = f"{{% macro m{i}(a, b) %}}{{{{ m{i + 1}(a, b) }}}}{{{{ m{i + 1}(b, a) }}}}{{% endmacro %}}" + macros
+    assert not any(map(takes_parts, (deep, macros, "{% if x %}" * 5000, "{{" + "(" * 9000)))
 
 
 def test_fields_of_a_message_reach_the_template(demo):
@@ -203,11 +315,32 @@ def test_prompt_dictionaries(demo, given, text, ids):
         demo.step()
 
 
+def test_token_ids_of_a_range(demo):
+    """``stream`` took each for a prompt, and ``generate`` took an iterator of integers for one prompt."""
+    (expected,) = demo.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+    params, ids = SamplingParams(temperature=0, max_tokens=3), expected["token_ids"]
+    assert demo.generate(range(5, 8), params, use_tqdm=False)[0]["token_ids"] == ids
+    assert [token for delta in demo.stream(range(5, 8), params) for token in delta["token_ids"]] == ids
+    assert demo.submit(range(5, 8), params).result()["token_ids"] == ids
+    for use in (lambda: demo.generate(iter([5, 6]), use_tqdm=False), lambda: list(demo.stream(iter([5, 6])))):
+        with refuses("prompt 0: a prompt must be a string or a flat list of integer token ids, not 5."):
+            use()
+
+
+@pytest.mark.parametrize("given", [
+    {"multi_modal_data": {"video": [], "image": None}}, {"mm_processor_kwargs": {"fps": 1, "use_fast": None}},
+])  # fmt: skip
+def test_keys_of_prompts_that_change_nothing(demo, given):
+    expected = demo.generate("The", NONE, use_tqdm=False)[0].prompt_token_ids
+    assert demo.generate({"prompt": "The", **given}, NONE, use_tqdm=False)[0].prompt_token_ids == expected
+
+
 def test_refused_prompt_dictionaries(demo):
     """By every call; other texts: ``test_refusals.py``."""
     for use in (demo.generate, demo.add_request, lambda prompt: next(demo.stream(prompt))):
         for given, text in (({}, 'a prompt dictionary needs "prompt", a string, or "prompt_token_ids", a list of '),
-                            ({"prompt": "The", "other": 1}, "a prompt dictionary cannot have 'other': text only.")):
+                            ({"prompt": "The", "other": 1}, "a prompt dictionary cannot have 'other': text only."),
+                            ({"prompt": "The", "multi_modal_data": {"image": 1}}, NO_TOWER[len(" Note that ") :])):
             with refuses(text):
                 use(given)
     assert demo.is_finished()

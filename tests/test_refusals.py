@@ -255,7 +255,7 @@ TEXTS = {  # the call -> [(what is given, a part of the text)]
         (({}, None), "a list of integers; this one has neither."),
         (([{"prompt": 5}], None), "this one has 'prompt'."),
         (([{"prompt_token_ids": [1], "multi_modal_data": {"image": 1}}], None),
-         "a prompt dictionary cannot have 'multi_modal_data': text only."),
+         "this model has no vision tower. So a prompt dictionary cannot have 'multi_modal_data': text only."),
         (([{"prompt": "hi", "prompt_embeds": torch.zeros(2, 2)}], None), "cannot have 'prompt_embeds': text only."),
         ((["ok", {}], None), "prompt 1: a prompt dictionary needs"),
         (({"prompt": "hi"}, None), NO_TOKENIZER),

@@ -100,7 +100,7 @@ def site():
 
 def engine(path, **options):
     defaults = {"device": "cpu", "kvcache_block_size": 16, "num_kvcache_blocks": 200, "max_model_len": 600}
-    return LLM(str(path), **defaults, quiet=True, **options)
+    return LLM(str(path), **{**defaults, **options}, quiet=True)
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +138,9 @@ def test_forms_of_an_image(llm, answer, pages, site, form):
     {"type": "image", "image": PAGE}, {"type": "image", "image": np.array(PAGE)}, {"type": "image", "image": PNG},
     {"type": "image", "url": DATA_URL}, {"type": "image", "path": "page 1.png"},
     {"type": "image", "base64": base64.b64encode(PNG).decode()},
+    {"image_url": DATA_URL}, {"image_url": {"url": DATA_URL, "detail": None}}, {"image": PAGE}, {"image_pil": PAGE},
+    {"type": "image", "image_url": {"url": DATA_URL}}, {"type": None, "image": PNG, "text": "", "video": None},
+    {"type": "image", "index": 0, "text": None, "image": PAGE, "url": None, "max_pixels": None},
 ], ids=lambda part: " ".join(map(str, part))[:30])  # fmt: skip
 def test_parts_of_a_message(llm, part):
     """The template places them; one conversation or many, with others of text alone."""
@@ -148,6 +151,65 @@ def test_parts_of_a_message(llm, part):
     expected = tokens_of(run(llm, asks(PAGE, text=prompt["prompt"]), THREE))
     assert tokens_of(alone) == expected == tokens_of(mixed)[1:2]
     assert tokens_of(mixed)[0] == tokens_of(llm.chat(text, THREE, use_tqdm=False))[0]
+
+
+@pytest.mark.parametrize(("sizes", "num_tokens", "same"), [
+    ({}, 15, None), ({"max_pixels": 256}, 2, (8, 16)), ({"min_pixels": 1900}, 40, (40, 64)),
+    ({"min_pixels": 64, "max_pixels": 256}, 2, (8, 16)),
+    ({"resized_height": 16, "resized_width": 56}, 14, (56, 16)),
+    ({"resized_height": 20, "resized_width": 33}, 8, (32, 16)),
+    ({"resized_height": 8, "resized_width": 8}, 4, (16, 16)),
+    ({"resized_height": 16, "resized_width": 56, "max_pixels": 64}, 14, (56, 16)),
+], ids=str)  # fmt: skip
+def test_sizes_of_a_part(llm, sizes, num_tokens, same):
+    """They were ignored. PAGE has 40 x 24 pixels, a token 8 x 8; the values are those of qwen_vl_utils."""
+    given = llm.chat_prompts([says({"type": "image", "image": PAGE, **sizes}),
+                              says({"type": "image_url", "image_url": {"url": DATA_URL}, **sizes})])  # fmt: skip
+    other = asks(PAGE.resize(same, PILImage.Resampling.BICUBIC) if same else PAGE, text=given[0]["prompt"],
+                 mm_processor_kwargs={"max_pixels": 2560})  # fmt: skip
+    outputs = run(llm, [*given, other], greedy(3, logprobs=0))
+    assert [output.prompt_token_ids.count(IMAGE) for output in outputs] == [num_tokens] * 3
+    first, second, third = (output.outputs[0].cumulative_logprob for output in outputs)
+    assert first == pytest.approx(second, abs=1e-5) == pytest.approx(third, abs=1e-5)
+
+
+def test_each_image_has_its_own_size(llm):
+    small = {"type": "image", "image": PAGE, "max_pixels": 256}
+    (output,) = llm.chat(says(small, {"type": "image", "image": PAGE}), THREE, use_tqdm=False)
+    ids = np.array(output.prompt_token_ids) == IMAGE
+    assert [len(run) for run in np.split(ids, np.flatnonzero(np.diff(ids)) + 1) if run[0]] == [2, 15]
+
+
+@pytest.mark.parametrize(("sizes", "why"), [
+    ({"max_pixels": 0}, "max_pixels=0 must be an integer >= 1"),
+    ({"min_pixels": "9"}, "min_pixels='9' must be an integer"),
+    ({"resized_height": 8}, "resized_height of an image needs resized_height and resized_width."),
+    ({"min_pixels": 9, "max_pixels": 8}, "min_pixels=9 of an image exceeds its max_pixels=8."),
+])  # fmt: skip
+def test_sizes_that_are_refused(llm, sizes, why):
+    with refuses(why):
+        llm.chat(says({"type": "image", "image": PAGE, **sizes}), THREE, use_tqdm=False)
+
+
+def test_a_template_that_takes_strings(llm):
+    """It got a list, and wrote its fields: an image is its placeholder, before the text as in vLLM."""
+    for options in ({"chat_template": "{{ messages[0].content }}!"}, {"chat_template_content_format": "string"}):
+        for text in ("Read it.", ONE):
+            messages = [{"role": "user", "content": [{"type": "text", "text": text}, {"type": "image", "image": PAGE}]}]
+            (prompt,) = llm.chat_prompts([messages], **options)
+            expected = ONE if text is ONE else ONE.replace("Read", "\nRead")
+            assert expected in prompt["prompt"] and run(llm, prompt, THREE)[0]["finish_reason"] == "length"
+
+
+def test_options_and_modalities_that_change_no_image(llm, answer):
+    neutral = {"fps": 2, "do_sample_frames": False, "num_frames": None, "use_fast": True, "videos_kwargs": {"fps": 1}}
+    data = {"image": PAGE, "video": [], "videos": None, "audio": ()}
+    given = {"prompt": ONE, "multi_modal_data": data, "mm_processor_kwargs": neutral}
+    assert tokens_of(run(llm, given, THREE)) == [answer]
+    text = {"prompt": "Hello", "multi_modal_data": {"video": []}, "mm_processor_kwargs": neutral}
+    assert tokens_of(run(llm, [text, "Hello"], THREE)) == tokens_of(run(llm, ["Hello", text], THREE))
+    with refuses("multi_modal_data cannot have 'videos': images only."):
+        run(llm, {**given, "multi_modal_data": {"image": PAGE, "videos": [1]}}, THREE)
 
 
 def with_orientation(turn):
@@ -285,15 +347,41 @@ def test_several_images(llm):
     (asks(PAGE, mm_processor_kwargs={"patch_size": 8}), "has patch_size=8, and the vision tower of config.json 4"),
     (asks(PAGE, mm_processor_kwargs=3), "mm_processor_kwargs must be a dictionary"),
     (asks(PAGE, encoder_prompt="x"), "cannot have 'encoder_prompt'"),
+    (asks(PAGE, text=ONE + "x" * 599), "at most 599 fit"), (asks(), "0 images"),
+    ({"prompt_token_ids": [5, IMAGE, 999], "multi_modal_data": {"image": PAGE}}, "token id 999 is outside"),
 ])  # fmt: skip
 def test_a_form_that_is_wrong_refuses_the_call(llm, prompt, why):
-    for use in (lambda: run(llm, [[1, 2], prompt], THREE), lambda: llm.submit(prompt, THREE),
-                lambda: llm.add_request(prompt, THREE), lambda: list(llm.stream([prompt], THREE))):  # fmt: skip
-        with refuses(why):
-            use()
+    """By every verb, before anything runs."""
+    refused_by_every_verb(llm, prompt, THREE, why)
     with refuses("prompt 1: "):
         run(llm, [[1, 2], prompt], THREE)
-    assert llm.is_finished()
+
+
+@pytest.mark.parametrize(("params", "why"), [
+    (greedy(3, truncate_prompt_tokens=5), "truncate_prompt_tokens cannot cut a prompt that has more than tokens."),
+    (greedy(3, logprobs=99), "logprobs=99 must be at most"), (greedy(3, stop_token_ids=[999]), "999 is outside"),
+    (greedy(3, structured_outputs=StructuredOutputsParams(regex="(")), "regex"), ("x", "must be a SamplingParams"),
+])  # fmt: skip
+def test_parameters_that_are_wrong_refuse_the_call(llm, params, why):
+    """``generate`` made an error of a request that ``add_request`` refused."""
+    refused_by_every_verb(llm, asks(PAGE), params, why)
+
+
+def refused_by_every_verb(llm, prompt, params, why):
+    before = llm.metrics()
+    for use in (lambda: run(llm, [[1, 2], prompt], params), lambda: run(llm, prompt, params),
+                lambda: llm.submit(prompt, params), lambda: llm.add_request(prompt, params),
+                lambda: list(llm.stream(prompt, params)), lambda: list(llm.stream([prompt], params))):  # fmt: skip
+        with refuses(why):
+            use()
+    assert llm.is_finished() and llm.metrics() == before
+
+
+def test_a_prompt_too_large_for_the_cache_refuses_the_call(path, caplog):
+    with engine(path, num_kvcache_blocks=20) as llm:
+        prompt = asks(PAGE, text=ONE + "x" * 300)
+        refused_by_every_verb(llm, prompt, greedy(90), "KV blocks of 16 tokens; the cache has 20.")
+        assert not caplog.messages
 
 
 @pytest.mark.parametrize(("part", "why"), [
@@ -301,6 +389,12 @@ def test_a_form_that_is_wrong_refuses_the_call(llm, prompt, why):
     ({"type": "input_audio", "input_audio": {}}, "'input_audio'"), ({"type": "audio_url"}, "'audio_url'"),
     ({"type": "image_url"}, "must have 'image_url'"), ({"type": "image"}, "must have 'image' or 'url' or 'path'"),
     ({"type": "image", "url": DATA_URL, "image": PAGE}, "must have"), (3, "'int'"),
+    ({"type": "video", "video": "x"}, "of type 'text' or 'image_url' or 'input_image' or 'image_pil' or 'image'"),
+    ({"video_url": {"url": "x"}}, "not 'video_url'"),
+    ({"type": "image", "index": 0, "text": None}, "must have 'image'"),
+    ({"type": "image", "image": PAGE, "text": "x"}, "not 'text' and 'image'"),
+    ({"type": "image_url", "image_url": {}}, "must have 'image_url'"),
+    ({"type": "text", "text": "x", "image": PAGE}, "not 'text' with 'text' and 'image'"),
 ])  # fmt: skip
 def test_parts_that_are_refused(llm, part, why):
     """By name, beside an image too: the template would pass over them."""

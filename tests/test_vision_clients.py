@@ -93,6 +93,8 @@ def test_a_job_with_images(folder, path, url, expected):
         "empty": ({"images": []}, "has no image in 'images' or 'image'"), "line": (line(url), one),
         "line of a path": (line("pages/a.png"), one),
         "places": ({"images": ["pages/a.png"], "messages": says({"type": "image"}, READ)}, one),
+        "nulls": ({"images": ["pages/a.png"], "messages": says(
+            {"type": "image", "index": 0, "text": None}, {"index": None, **READ, "image": None})}, one),
         "..": ({"image": "../out.png"}, "lies outside"), "link": ({"image": "link.png"}, "lies outside"),
         "line of a link": (line("link.png"), "lies outside"), "bad": ({"image": url[:-88]}, "cannot be read"),
         "host": ({"image": "http://127.0.0.1:9/a.png"}, "must name its host '127.0.0.1'"),
@@ -162,6 +164,11 @@ def test_images_of_rows():
     for nothing in (float("nan"), {"bytes": None, "path": None}, {}, [None], ["a", ""], [float("nan")]):
         with refuses("the row's 'image' holds no image, but "):
             images_of({"image": nothing})
+    place = {"type": "image", "index": 0, "text": None, "image": None}
+    (message,) = with_images([{"role": "user", "content": [{"type": "text", "text": "u"}, place]}], ["a"])
+    assert message["content"] == [{"type": "text", "text": "u"}, {"type": "image", "image": "a"}]
+    (message,) = with_images([{"role": "user", "content": None}], ["a"])
+    assert message["content"] == [{"type": "image", "image": "a"}]
     with refuses("the text in 'image' is not JSON"):
         images_of({"image": "[a"})
     system, user = {"role": "system", "content": "s"}, {"role": "user", "content": "u"}
@@ -201,7 +208,7 @@ def test_rows_of_ray_data(path, png, expected):
 def test_names_of_vllm(path, folder, png, url, expected):
     one, two, _ = expected
     given = {"limit_mm_per_prompt": {"image": {"count": 2, "width": 9}, "video": 0}, "max_model_len": 600,
-             "mm_processor_kwargs": {"min_pixels": 64, "max_pixels": 2048, "fps": 1}, "device": "cpu",
+             "mm_processor_kwargs": {"min_pixels": 64, "max_pixels": 2048, "fps": 1, "use_fast": True}, "device": "cpu",
              "dtype": "float32", "allowed_local_media_path": str(folder), "num_gpu_blocks_override": 100}  # fmt: skip
     llm, params = StandIn(path, **given), greedy(3)
     try:
@@ -216,10 +223,19 @@ def test_names_of_vllm(path, folder, png, url, expected):
         while llm.has_unfinished_requests():
             last |= {output.request_id: output for output in llm.step()}
         assert last["a"]["text"] == one and last["b"]["finish_reason"] == "error"
-        outputs = llm.chat([says({"type": "image_url", "image_url": {"url": x}}, READ) for x in (
-            (folder / "pages" / "a.png").as_uri(), "http://127.0.0.1:9/a.png")], params, use_tqdm=False)  # fmt: skip
-        assert outputs[0]["text"] == one
-        assert "cannot be fetched" in outputs[1].outputs[0].stop_reason  # vLLM's default allows every host
+        good, closed = (says({"image_url": x}, {"text": "Read it."}) for x in (
+            (folder / "pages" / "a.png").as_uri(), "http://127.0.0.1:9/a.png"))  # fmt: skip
+        assert llm.chat(good, params, use_tqdm=False)[0]["text"] == one
+        with refuses("conversation 1: the image 'http://127.0.0.1:9/a.png' cannot be fetched"):  # every host is allowed
+            llm.chat([good, closed], params, use_tqdm=False)
+        assert not llm.has_unfinished_requests()
+        lists = "{% for m in messages %}{% for p in m.content %}({{ p.text }}){% endfor %}{% endfor %}"
+        hi = [{"role": "user", "content": "hi"}]
+        for form, text in (("auto", "(hi)"), ("openai", "(hi)"), ("string", "()()")):
+            asked = {"chat_template": lists, "chat_template_content_format": form}
+            assert llm.chat(hi, params, use_tqdm=False, **asked)[0].prompt == text
+            llm.enqueue_chat(hi, params, **asked)
+            assert llm.wait_for_completion(use_tqdm=False)[0].prompt == text
         with refuses("3 images; LLM(limit_mm_per_prompt={'image': 2}) allows 2."):
             llm.chat(says(part, part, part, READ), params)
     finally:

@@ -276,6 +276,23 @@ def test_images_that_the_tower_does_not_take(family, options, reason, request):
     assert re.search(reason, output.outputs[0].stop_reason)
 
 
+@pytest.mark.parametrize(("family", "text"), [("gemma3", "<start_of_image>"), ("mistral3", "[IMG]")])
+def test_parts_of_families_without_sizes(family, text, request):
+    """A size beside an image is refused by name; a template that takes strings gets the family's placeholder."""
+    path, _ = request.getfixturevalue(family)
+    part = {"type": "image", "image": PAGE}
+    template = {"chat_template": "{{ messages[0].content }}"}
+    with engine(path) as llm:
+        for name in ("min_pixels", "max_pixels", "resized_height", "resized_width"):
+            with refuses(f"the image processor of this model has no option '{name}' for an image."):
+                llm.chat([{"role": "user", "content": [{**part, name: 64}]}], GREEDY, use_tqdm=False, **template)
+        messages = [{"role": "user", "content": [part, {"type": "text", "text": "ab"}]}]
+        places = [{"role": "user", "content": [{"type": "image"}, "ab"]}]
+        assert llm.apply_chat_template(places, **template) == text + "\nab"
+        (output,) = llm.chat(messages, GREEDY, use_tqdm=False, **template)
+        assert output["finish_reason"] == "length"
+
+
 # ---------------------------------------------------------------- Mistral 3
 
 

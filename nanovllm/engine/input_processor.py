@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from nanovllm.attachments import Attachment
+from nanovllm.attachments import CANNOT_CUT, Attachment
 from nanovllm.config import Config
 from nanovllm.engine.checks import Checks
 from nanovllm.engine.request import Completion, Request
@@ -123,7 +123,7 @@ class InputProcessor:
             readout = readout or wanted_by(params, ids)
         attachment = given if isinstance(given, Attachment) else None
         if attachment is not None and len(ids) < len(attachment.token_ids):
-            raise RequestError("truncate_prompt_tokens cannot cut a prompt that has more than tokens.")
+            raise RequestError(CANNOT_CUT)
         request_id, self._num_seqs = self._num_seqs, self._num_seqs + params.n
         return Request(request_id, text, ids, params, self._tokenizer, index, readout, attachment)
 

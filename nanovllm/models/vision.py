@@ -42,6 +42,7 @@ class TowerFamily(NamedTuple):
     marks: tuple[str, ...] = ()  # tokens behind the rows of an image, and behind its last row
     has_mask: bool = False  # its attention takes a mask of all patches of a call by all
     placeholder: tuple[str, str] | None = None  # in texts: a regular expression, and the text that takes its place
+    text: str = "<|vision_start|><|image_pad|><|vision_end|>"  # of an image, for chat templates that take strings
 
 
 TOWERS = {
@@ -54,10 +55,10 @@ TOWERS = {
     "Gemma3ForConditionalGeneration": TowerFamily(
         "gemma3", "Gemma3Model", num_tokens=256, placeholder=(
             "<start_of_image>(?!<image_soft_token>)", "\n\n<start_of_image><image_soft_token><end_of_image>\n\n",
-        ),
+        ), text="<start_of_image>",
     ),
     "Mistral3ForConditionalGeneration": TowerFamily(
-        "mistral3", "Mistral3Model", marks=("[IMG_BREAK]", "[IMG_END]"), has_mask=True
+        "mistral3", "Mistral3Model", marks=("[IMG_BREAK]", "[IMG_END]"), has_mask=True, text="[IMG]",
     ),
 }  # fmt: skip
 

@@ -21,7 +21,8 @@ class Chat(LLMEngine):
     def chat(self, messages: Conversation | ListLike[Conversation], sampling_params: Params = None,
              use_tqdm: bool | Callable = True, *, add_generation_prompt: bool | None = None,
              continue_final_message: bool = False, tools: list[dict] | None = None, chat_template: str | None = None,
-             chat_template_kwargs: dict[str, Any] | None = None, **template_variables: Any) -> list[RequestOutput]:
+             chat_template_kwargs: dict[str, Any] | None = None, chat_template_content_format: str | None = None,
+             **template_variables: Any) -> list[RequestOutput]:
         """Answer one conversation, or a list of conversations.
 
         Args:
@@ -32,6 +33,8 @@ class Chat(LLMEngine):
             tools: JSON schemas of functions, for templates that can tell the model about them.
             chat_template: Jinja source, instead of the tokenizer's.
             chat_template_kwargs, **template_variables: variables of the template, e.g. ``enable_thinking=False``.
+            chat_template_content_format: "openai" gives the template every content as a list of parts, "string" as a
+                string; default "auto": as parts where it loops over them.
 
         Raises:
             RequestError: as in ``generate``; or the template reads no variable of that name.
@@ -52,6 +55,7 @@ class Chat(LLMEngine):
             "continue_final_message": continue_final_message or None,
             "tools": tools,
             "chat_template": chat_template,
+            "chat_template_content_format": chat_template_content_format,
         }
         given = {name: value for name, value in arguments.items() if value is not None}
         options = {**(chat_template_kwargs or {}), **template_variables, **given}
@@ -81,6 +85,11 @@ class Chat(LLMEngine):
     def load_parts(self, prompt: Prompt) -> Prompt:
         """A prompt that is to be used several times, with its parts besides text loaded; raises RequestError."""
         return prompt
+
+    @property
+    def placeholder(self) -> str:
+        """The text of a part besides text, for templates that take strings; "" where there are none."""
+        return ""
 
     def place_parts(self, text: str, others: dict[str, Any]) -> str:
         """A conversation as text, with all that a tokenizer needs around the places of its other parts."""
@@ -119,9 +128,10 @@ class Chat(LLMEngine):
 
     def apply_chat_template(self, conversation: Conversation, **options: Any) -> str:
         """A conversation as text. ``options``: variables of the template, and ``tools``, ``chat_template``,
-        ``add_generation_prompt``, ``continue_final_message`` as in ``chat``; any thread may call it."""
+        ``add_generation_prompt``, ``continue_final_message``, ``chat_template_content_format`` as in ``chat``; any
+        thread may call it."""
         (conversation,) = as_conversations([conversation])
-        return self._tokenizer.apply_chat_template(conversation, **options)
+        return self._tokenizer.apply_chat_template(conversation, self.placeholder, **options)
 
     def tokenize(self, texts: str | ListLike[str], add_special_tokens: bool = True,
                  sampling_params: Params = None) -> list[list[int]]:

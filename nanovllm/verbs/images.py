@@ -7,13 +7,17 @@ from collections.abc import Sequence as ListLike
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from nanovllm.attachments import CANNOT_CUT
 from nanovllm.engine.callers import Caller, collect
 from nanovllm.engine.futures import RequestFuture
 from nanovllm.engine.guard import Guard
 from nanovllm.engine.images.factory import Refusal
-from nanovllm.engine.images.messages import take_images
+from nanovllm.engine.images.messages import image_types, take_images
 from nanovllm.engine.input_processor import Params
 from nanovllm.engine.request import Request
+from nanovllm.engine.text.chat_templates import NOT_TEXT
 from nanovllm.engine.text.prompts import Prompt, as_prompts
 from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestOutput
@@ -52,7 +56,8 @@ class ImageVerbs(Chat, Streaming):
         """
         prompts = as_prompts(prompts)
         if self._loader is None or not any(map(self._loader.takes, prompts)):
-            return super().generate(prompts, sampling_params, use_tqdm)
+            # an iterator, because a list of integers would be taken for one prompt
+            return super().generate(iter(prompts), sampling_params, use_tqdm)  # type: ignore[arg-type]
         with Guard(self):
             self._require_ready()
             params = self.get_default_sampling_params() if sampling_params is None else sampling_params
@@ -89,7 +94,9 @@ class ImageVerbs(Chat, Streaming):
 
     def split_parts(self, conversation: Conversation) -> tuple[Conversation, dict[str, Any]]:
         """A conversation for the chat template, and the keys of a prompt that hold its images."""
-        if self._inputs.attachments is None:
+        if isinstance(refusal := self._inputs.attachments, Refusal):
+            for kind in image_types(conversation):
+                raise RequestError(f"{NOT_TEXT.format(kind=repr(kind))} Note that {refusal}")
             return conversation, {}
         conversation, images = take_images(list(conversation))
         return conversation, {"multi_modal_data": {"image": images}} if images else {}
@@ -103,6 +110,10 @@ class ImageVerbs(Chat, Streaming):
         self._loader.finish(ids, images)
         loaded = {"multi_modal_data": {"image": [image.result() for image in images]}}
         return {"prompt": text, "prompt_token_ids": ids, **loaded}
+
+    @property
+    def placeholder(self) -> str:
+        return "" if self._loader is None else self._loader.vision.family.text
 
     def place_parts(self, text: str, others: dict[str, Any]) -> str:
         return self._loader.vision.placed(text) if others and self._loader is not None else text
@@ -121,7 +132,16 @@ class ImageVerbs(Chat, Streaming):
 
         text, ids, given = self._loader.begin(prompt)
         self._inputs.checks.check_ids("token id", ids)
+        self._check_length(ids, params)
         return Draft(self._inputs.request(text, ids, params, index), *given)
+
+    def _check_length(self, ids: np.ndarray, params: SamplingParams) -> None:
+        """Refuse a prompt that is too long already with one token for each image."""
+        counted = params.snapshot()
+        if params.max_tokens:  # cut here, because ``checked`` warns of it with the number of tokens
+            counted.max_tokens = max(1, min(params.max_tokens, self.config.max_model_len - len(ids)))
+        if len(self._inputs.checks.checked(ids, counted)[0]) < len(ids):
+            raise RequestError(CANNOT_CUT)
 
     def _in_turn(self, requests: Iterable[Any]) -> Iterator[Any]:
         """The requests, as their images are there; None while the next one's are not, and the engine has work."""

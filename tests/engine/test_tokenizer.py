@@ -114,6 +114,66 @@ def test_where_templates_are_written(tmp_path):
     assert rendered() == "é hi"
 
 
+OF_TOOLS = "t{% set _ = tools %}"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"tokenizer_config.json": "own"}, "own"),
+        ({"chat_template.json": "json"}, "json"),
+        ({"chat_template.json": "json", "tokenizer_config.json": "own"}, "json"),
+        ({"chat_template.json": "json", "chat_template.jinja": "jinja"}, "json"),
+        ({"chat_template.jinja": "jinja", "tokenizer_config.json": "own"}, "jinja"),
+        ({"processor_config.json": "config", "chat_template.json": "json", "chat_template.jinja": "jinja"}, "config"),
+        ({"processor_config.json": None, "chat_template.json": "json"}, "json"),
+        ({"processor_config.json": None, "tokenizer_config.json": "own"}, "own"),
+        ({"preprocessor_config.json": "pre", "tokenizer_config.json": "own"}, "own"),
+        ({"preprocessor_config.json": "pre"}, "pre"),
+    ],
+    ids=str,
+)
+def test_where_templates_of_images_are_written(tmp_path, files, expected):
+    """A processor's files have one in place of the tokenizer's, in the order of transformers' AutoProcessor."""
+    shutil.copytree(DEMO_MODEL, tmp_path, dirs_exist_ok=True)
+    for name in ("tokenizer_config.json", "config.json"):
+        raw = json.loads((tmp_path / name).read_text())
+        raw.pop("chat_template", None)
+        (tmp_path / name).write_text(json.dumps({**raw, "vision_config": {"depth": 1}}))
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    for name, template in files.items():
+        path = tmp_path / name
+        raw = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(template if path.suffix == ".jinja" else json.dumps({**raw, "chat_template": template}))
+
+    def rendered(**options):
+        tokenizer = AsyncTokenizer(str(tmp_path), skip=False, trust_remote_code=False)
+        try:
+            return tokenizer.apply_chat_template(HI, **options)
+        finally:
+            tokenizer.close()
+
+    assert rendered() == expected
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    if files.get("tokenizer_config.json"):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": OF_TOOLS}))
+        (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+        assert rendered(tools=[TOOL]) == "t"  # it alone can tell the model of them
+    (tmp_path / "config.json").write_text((DEMO_MODEL / "config.json").read_text())
+    if files.get("tokenizer_config.json"):
+        assert rendered() == "t"  # a model of text
+
+
+def test_a_damaged_template_of_images(tmp_path):
+    shutil.copytree(DEMO_MODEL, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text('{"vision_config": {"depth": 1}}')
+    (tmp_path / "chat_template.json").write_text('{"chat_template": 5}')
+    tokenizer = AsyncTokenizer(str(tmp_path), skip=False, trust_remote_code=False)
+    with pytest.raises(CheckpointError, match=r"chat_template.json: chat_template must be a string, not 5\."):
+        tokenizer.apply_chat_template(HI)
+    tokenizer.close()
+
+
 def test_text_that_is_not_unicode(demo):
     """A lone surrogate, as in names of files that are not UTF-8, raised the tokenizer's TypeError about its types."""
     bad, text = "\udcff bad", "the text cannot be encoded as UTF-8: 'utf-8' codec can't encode character '\\udcff'"

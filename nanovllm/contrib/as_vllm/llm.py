@@ -307,15 +307,27 @@ class LLM(LLMEngine):
              add_generation_prompt: bool = True, continue_final_message: bool = False,
              tools: list[dict] | None = None, chat_template_kwargs: dict | None = None,
              **others: Any) -> list[RequestOutput]:
-        """Answer one conversation or many. Raises what ``generate`` raises."""
+        """Answer one conversation or many. Raises what ``generate`` raises, and for an image that cannot be read."""
         refuse("chat", **others)
-        messages = with_parsed_arguments(messages)
-        return self._complete(
-            "chat", messages, sampling_params, lora_request, use_tqdm, tools=tools,
-            chat_template=chat_template or self._chat_template,
-            add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-            chat_template_kwargs=chat_template_kwargs,
-        )  # fmt: skip
+        prompts = self._prompts_of(messages, sampling_params, chat_template, chat_template_kwargs, tools=tools,
+                                   add_generation_prompt=add_generation_prompt,
+                                   continue_final_message=continue_final_message,
+                                   chat_template_content_format=chat_template_content_format)  # fmt: skip
+        outputs = self._complete("generate", prompts, sampling_params, lora_request, use_tqdm)
+        for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+            if "multi_modal_data" in prompt and output["finish_reason"] == "error" and not output["token_ids"]:
+                raise RequestError(f"conversation {i}: {output.outputs[0].stop_reason}")
+        return outputs
+
+    def _prompts_of(self, messages: list, sampling_params: Any, chat_template: str | None,
+                    chat_template_kwargs: dict | None, **options: Any) -> list[Any]:
+        """Make prompts of one conversation or many. ``options`` of the template that are None are left out."""
+        if not isinstance(chat_template_kwargs, (dict, type(None))):
+            raise RequestError(f"chat_template_kwargs must be a dict or None, not {chat_template_kwargs!r:.100}.")
+        options["chat_template"] = chat_template or self._chat_template
+        given = {name: value for name, value in options.items() if value is not None}
+        messages, params = with_parsed_arguments(messages), sampling_params or SamplingParams()
+        return self.awake().chat_prompts(messages, params, **{**(chat_template_kwargs or {}), **given})
 
     def enqueue(self, prompts: Any, sampling_params: Any = None, lora_request: Any = None, priority: Any = None,
                 use_tqdm: bool | Callable = True, **others: Any) -> list[str]:
@@ -348,15 +360,11 @@ class LLM(LLMEngine):
                      chat_template_kwargs: dict | None = None, **others: Any) -> list[str]:
         """Queue one conversation or many, as ``enqueue`` does."""
         refuse("enqueue_chat", **others)
-        messages = with_parsed_arguments(messages)
-        options = {
-            **(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message, "tools": tools,
-            "chat_template": chat_template or self._chat_template,
-        }  # fmt: skip
-        given = {name: value for name, value in options.items() if value is not None}
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        return self.enqueue(self.awake().chat_prompts(conversations, **given), sampling_params, lora_request)
+        prompts = self._prompts_of(messages, sampling_params, chat_template, chat_template_kwargs, tools=tools,
+                                   add_generation_prompt=add_generation_prompt,
+                                   continue_final_message=continue_final_message,
+                                   chat_template_content_format=chat_template_content_format)  # fmt: skip
+        return self.enqueue(prompts, sampling_params, lora_request)
 
     def wait_for_completion(self, output_type: Any = None, *, use_tqdm: bool | Callable = True) -> list[RequestOutput]:
         """Complete all queued requests; return their outputs in the order of the queue. There is no progress bar."""

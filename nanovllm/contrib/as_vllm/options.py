@@ -215,8 +215,6 @@ def to_nanovllm(keywords: dict[str, Any]) -> dict[str, Any]:
     if isinstance(limits := given.get("limit_mm_per_prompt"), dict):  # of a modality perhaps with sizes
         counts = {kind: limit.get("count", 999) if isinstance(limit, dict) else limit for kind, limit in limits.items()}
         given["limit_mm_per_prompt"] = counts
-    if isinstance(kwargs := given.get("mm_processor_kwargs"), dict):  # examples give frames a second to all models
-        given["mm_processor_kwargs"] = {name: value for name, value in kwargs.items() if name != "fps"}
     if (state_dtype := keywords.get("mamba_ssm_cache_dtype")) not in (None, "auto"):
         given["state_dtype"] = state_dtype
     if (speculation := speculative_config(keywords)) is not None:

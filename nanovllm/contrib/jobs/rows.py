@@ -28,8 +28,8 @@ NEUTRAL: dict[str, tuple] = {
     "parallel_tool_calls": (True, False), "modalities": (["text"],),
 }  # fmt: skip
 IMAGES = ("images", "image")  # columns
-PLACE = {"type": "image"}  # a part of a message
 COMPLETE, ERROR, CUT = 0, 1, 2  # ends of a row; CUT: a completion ended at max_tokens
+CONTENTS = ("image", "url", "path", "base64", "image_url", "text")  # fields of a part that is no place of an image
 TEMPLATE = ("tools", "add_generation_prompt", "continue_final_message", "chat_template")
 
 
@@ -196,15 +196,24 @@ def with_images(messages: list[dict], images: list[Any]) -> list[dict]:
     messages = [dict(message) for message in messages]
     for message in messages:
         if isinstance(given := message.get("content"), list):
-            message["content"] = [parts.popleft() if part == PLACE and parts else part for part in given]
+            message["content"] = [parts.popleft() if is_place(part) and parts else part for part in given]
     if len(parts) == len(images):
         first = next((message for message in messages if message.get("role") == "user"), messages[0])
         given = first.get("content")
-        first["content"] = [*parts, *(given if isinstance(given, list) else [{"type": "text", "text": given}])]
+        text = [] if given is None else [{"type": "text", "text": given}]
+        first["content"] = [*parts, *(given if isinstance(given, list) else text)]
     elif parts:
         num_places = len(images) - len(parts)
         raise RequestError(f"the row has {len(images)} images, and its messages have places for {num_places}.")
     return messages
+
+
+def is_place(part: Any) -> bool:
+    """Whether a part is the place of an image; other fields, null or not, such as "index", change nothing."""
+    if not isinstance(part, dict) or part.get("type") != "image":
+        return False
+    given = [part[name] for name in CONTENTS if part.get(name) is not None]
+    return all(isinstance(value, str) and not value for value in given)
 
 
 def ready(values: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,9 @@ Owns the checkpoint's image processor, which is transformers', and the pixels th
 
 import hashlib
 import json
+import math
 import os
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -20,7 +22,8 @@ import numpy as np
 
 from nanovllm.config import Config
 from nanovllm.engine.images.attachment import Images, wrong_count
-from nanovllm.engine.images.factory import KEYS, has_images
+from nanovllm.engine.images.factory import KEYS, data_of, has_keys, options_of
+from nanovllm.engine.images.messages import SizedImage
 from nanovllm.engine.images.sources import Permissions, open_image, read_source
 from nanovllm.engine.text.prompts import as_token_ids, split_prompt
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
@@ -32,6 +35,9 @@ from nanovllm.validation import did_you_mean
 MAX_PIXEL_BYTES = 2 << 30
 NO_LIMIT = 999  # images of a prompt
 NUM_THREADS = min(16, os.cpu_count() or 1)
+SIDES = ("resized_height", "resized_width")  # of an image, in pixels
+MAX_PROCESSORS = 64  # that are kept, each with other options
+
 
 class Image:
     """One image of a prompt; its source is kept until the request is finished.
@@ -75,7 +81,7 @@ class ImageLoader:
         path, domains = config.allowed_local_media_path, tuple(map(str.lower, config.allowed_media_domains or ()))
         self.permissions = Permissions(Path(path).resolve() if path else None, domains)
         self._limit = (config.limit_mm_per_prompt or {}).get("image", NO_LIMIT)
-        self._options = options = {**vision.processor_options, **(config.mm_processor_kwargs or {})}
+        self._options = options = {**vision.processor_options, **options_of(config.mm_processor_kwargs)}
         self.threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="nanovllm-images")
         self.num_bytes = 0  # of the pixels that wait
         self._waiting: OrderedDict[object, dict[str, Any]] = OrderedDict()
@@ -99,7 +105,7 @@ class ImageLoader:
         """Whether a prompt has images, or its text a placeholder of one: without the image, that is an error."""
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         has_placeholder = isinstance(text, str) and self._placeholder != "" and self._placeholder in text
-        return has_placeholder or has_images(prompt)
+        return has_placeholder or has_keys(prompt)
 
     def encode(self, prompt: Any) -> tuple[str | None, Images]:
         """The text of a prompt with images, and the attachment; raises RequestError. Waits for the images."""
@@ -112,11 +118,13 @@ class ImageLoader:
         text, ids = split_prompt({key: prompt[key] for key in prompt if key not in KEYS})
         if ids is None:
             (ids,) = self._tokenizer.encode([self.vision.placed(str(text))])
-        sources, options = self._sources(prompt), prompt.get("mm_processor_kwargs") or {}
-        if not isinstance(options, Mapping):
-            raise RequestError(f"mm_processor_kwargs must be a dictionary, not {options!r:.100}.")
-        options = {**self._options, **options}
+        sources = self._sources(prompt)
+        options = {**self._options, **options_of(prompt.get("mm_processor_kwargs"))}
         self._processor(options, RequestError)
+        for source in sources:
+            if isinstance(source, SizedImage):
+                self._check_sizes(source.options)
+                self._processor({**options, **source.options}, RequestError)
         ids = as_token_ids(ids)
         num_placeholders = np.count_nonzero(ids == self.vision.image_token_id)
         # more than images: one for each of their tokens, and others that the model has sampled
@@ -139,6 +147,12 @@ class ImageLoader:
                 raise RequestError(f"image {i}: {refused}" if len(images) > 1 else str(refused)) from None
         return Images(self.vision, ids, found, lambda grid: self.vision.layout(grid, self._marks))
 
+    @property
+    def _bounds(self) -> dict[str, int]:
+        """Bounds of qwen_vl_utils for an image whose part gives its sides: 4 to 16,384 tokens."""
+        factor = self.vision.patch_size * self.vision.merge_size
+        return {"factor": factor, "min_pixels": 4 * factor**2, "max_pixels": 16384 * factor**2}
+
     @cached_property
     def _marks(self) -> list[int]:
         """The ids of ``TowerFamily.marks``."""
@@ -149,14 +163,24 @@ class ImageLoader:
         return ids
 
     def _load(self, source: Any, options: dict[str, Any]) -> Image:
+        if isinstance(source, SizedImage):
+            source, options = source.source, {**options, **source.options}
         return source if isinstance(source, Image) else Image(self, read_source(source, self.permissions), options)
 
+    def _check_sizes(self, sizes: dict[str, int]) -> None:
+        """Raise RequestError for sizes of one image that contradict each other, or where the processor has none."""
+        for name in sizes:
+            if "min_pixels" not in self._processor({}, RequestError).valid_kwargs.__annotations__:
+                raise RequestError(f"the image processor of this model has no option {name!r} for an image.")
+        if len(alone := [side for side in SIDES if side in sizes]) == 1:
+            raise RequestError(f"{alone[0]} of an image needs {' and '.join(SIDES)}.")
+        least, most = sizes.get("min_pixels", 0), sizes.get("max_pixels", math.inf)
+        if least > most:
+            raise RequestError(f"min_pixels={least} of an image exceeds its max_pixels={most}.")
+
     def _sources(self, prompt: Mapping[str, Any]) -> list[Any]:
-        data = {} if prompt.get("multi_modal_data") is None else prompt["multi_modal_data"]
-        if not isinstance(data, Mapping):
-            raise RequestError(f'multi_modal_data must be a dictionary such as {{"image": ...}}, not {data!r:.100}.')
-        others = [key for key in data if key != "image" and data[key] is not None]
-        if others:
+        data = data_of(prompt.get("multi_modal_data"))
+        if others := [modality for modality in data if modality != "image"]:
             raise RequestError(f"multi_modal_data cannot have {', '.join(map(repr, others))}: images only.")
         images = data.get("image")
         images = [] if images is None else list(images) if isinstance(images, (list, tuple)) else [images]
@@ -172,7 +196,12 @@ class ImageLoader:
     def process(self, image: Any, options: dict[str, Any]) -> dict[str, Any]:
         """The tensors that the tower takes of an upright RGB image, on the CPU; raises RequestError."""
         try:
-            return self._convert(self._processor(options, RequestError)(images=[image], return_tensors="pt"))
+            processor = self._processor(options, RequestError)
+            if SIDES[0] in options:
+                fit = sys.modules[type(processor).__module__].smart_resize
+                height, width = fit(*(options[side] for side in SIDES), **self._bounds)
+                image = image.resize((width, height))
+            return self._convert(processor(images=[image], return_tensors="pt"))
         except Exception as error:  # of sizes that the processor does not take
             raise RequestError(f"the image processor cannot take this image: {error!s:.300}") from None
 
@@ -191,7 +220,10 @@ class ImageLoader:
             return pixels
 
     def _processor(self, options: dict[str, Any], kind: type[Exception]) -> Any:
-        """transformers' image processor of the checkpoint with these options."""
+        """transformers' image processor of the checkpoint with these options; it keeps the size of a resized image."""
+        if SIDES[0] in options:
+            options = {name: value for name, value in options.items() if name not in SIDES}
+            options |= {name: value for name, value in self._bounds.items() if name != "factor"}
         key = json.dumps(options, sort_keys=True, default=str)
         with self._lock:
             if key in self._processors:
@@ -204,6 +236,8 @@ class ImageLoader:
             if (found := getattr(processor, name, size)) != size:
                 raise kind(f"the image processor has {name}={found!r:.50}, and the vision tower of config.json {size}.")
         with self._lock:
+            if len(self._processors) == MAX_PROCESSORS:
+                self._processors.clear()
             return self._processors.setdefault(key, processor)
 
 

@@ -23,7 +23,7 @@ def is_one_prompt(prompts: Any) -> bool:
         return True
     if getattr(prompts, "ndim", None) == 1:  # numpy's or torch's, which is not imported for it
         return "int" in str(getattr(prompts, "dtype", ""))
-    return isinstance(prompts, (list, tuple)) and len(prompts) > 0 and isinstance(prompts[0], (int, np.integer))
+    return isinstance(prompts, (list, tuple, range)) and len(prompts) > 0 and isinstance(prompts[0], (int, np.integer))
 
 
 def split_prompt(prompt: Prompt) -> tuple[str | None, Any]:

@@ -5,7 +5,6 @@ is imported for chats, for whoever asks for its tokenizer, and for checkpoints t
 of.
 """
 
-import re
 from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from nanovllm.engine.text.chat_templates import FORMATS, best_template, takes_parts, variables, with_contents
 from nanovllm.engine.text.detokenizer import decode, decode_completion, decode_tokens
 from nanovllm.engine.text.fast_tokenizer import FastTokenizer, load_fast
 from nanovllm.engine.text.lengths import LONG, Lengths
@@ -26,7 +26,6 @@ from nanovllm.utils.time_limit import TimeLimitError, time_limit
 T = TypeVar("T")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 TEMPLATE_SECONDS = 20.0  # for one conversation; most take a millisecond
-IMAGE = {"type": "image"}  # a part of a message, without the image, which is the engine's
 MAX_CHARACTERS = 100_000_000  # of a text: a minute of tokenizing, and more tokens than any context
 
 
@@ -111,9 +110,21 @@ class AsyncTokenizer:
         tokenizer = self._required()
         return [decode(tokenizer, list(ids), skip_special_tokens) for ids in token_id_lists]
 
-    def apply_chat_template(self, messages: list[dict], /, **kwargs: Any) -> str:
-        """The conversation as text. ``kwargs`` go to transformers; those it does not know, to the template."""
+    def apply_chat_template(self, messages: list[dict], placeholder: str = "", /, *,
+                            chat_template_content_format: str = "auto", **kwargs: Any) -> str:
+        """The conversation as text.
+
+        Args:
+            messages: with IMAGE in the place of each image.
+            placeholder: the text of an image, for templates that take strings.
+            chat_template_content_format: "openai" gives contents as parts, "string" as strings, and "auto" as parts
+                where the template loops over them.
+            **kwargs: of transformers; those it does not know, of the template.
+        """
         self._required()
+        if chat_template_content_format not in FORMATS:
+            allowed = " or ".join(map(repr, FORMATS))
+            raise RequestError(f"chat_template_content_format={chat_template_content_format!r:.100} must be {allowed}.")
         tokenizer = self.of_transformers()
         if kwargs.get("tools") and "tools" not in self.template_variables(kwargs.get("chat_template")):
             raise RequestError("the chat template reads no tools, so the model would not be told of them.")
@@ -122,7 +133,10 @@ class AsyncTokenizer:
                 "chat() needs a tokenizer with a chat template; this model has none. Use generate(), or give "
                 "chat_template."
             )
-        messages = [{name: _as_text(x) if name == "content" else x for name, x in m.items()} for m in messages]
+        are_parts = chat_template_content_format == "openai"
+        if chat_template_content_format == "auto":
+            are_parts = takes_parts(self._template(kwargs.get("chat_template"), kwargs.get("tools")))
+        messages = with_contents(messages, are_parts, placeholder)
         try:
             with time_limit(TEMPLATE_SECONDS):
                 return tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
@@ -135,14 +149,21 @@ class AsyncTokenizer:
             why = str(error) or type(error).__name__  # a MemoryError says nothing
             raise RequestError(f"the model's chat template cannot take these messages: {why}") from None
 
+    def _template(self, chat_template: str | None, tools: Any) -> str:
+        """The source that transformers renders, perhaps one of several with names; "" where it would raise."""
+        own = self.of_transformers().chat_template
+        if isinstance(own, dict) and not chat_template:
+            chat_template = "tool_use" if tools is not None and "tool_use" in own else "default"
+        source = own.get(chat_template, chat_template) if isinstance(own, dict) else chat_template or own
+        return source if isinstance(source, str) else ""
+
     def template_variables(self, chat_template: str | None) -> set[str]:
         """Names in the code of the chat template, such as "enable_thinking"."""
         self._required()
         own = self.of_transformers().chat_template  # several may have names
         template = (own.get(chat_template, chat_template) if isinstance(own, dict) else chat_template) or own
         sources = template.values() if isinstance(template, dict) else [template or ""]
-        code = (block for source in sources for block in re.findall(r"{[{%].*?[%}]}", source, re.DOTALL))
-        return {name for block in code for name in re.findall(r"[^\W\d]\w*", block)}
+        return {name for source in sources for name in variables(source)}
 
     def decode_later(self, token_ids: list[int], params: SamplingParams) -> "Future[str]":
         """The text of the ids; "" without a tokenizer or with ``detokenize=False``."""
@@ -236,24 +257,10 @@ def _load_with_transformers(model_path: str, trust_remote_code: bool) -> Any:
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a damaged file may raise anything, a panic of tokenizers included
             raise CheckpointError(f"the tokenizer in {model_path} cannot be loaded: {error}") from None
-
-
-def _as_text(content: Any) -> Any:
-    """A message's content; OpenAI's list of parts becomes its text, unless the template is to place images."""
-    if content is None:
-        return ""
-    if not isinstance(content, (list, tuple)):
-        return content
-    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
-    for part in parts:
-        if part == IMAGE:
-            continue
-        if not isinstance(part, dict) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise RequestError(f'a part of a message must be {{"type": "text", "text": "..."}}, not {kind!r}.')
-    return parts if IMAGE in parts else "\n".join(part["text"] for part in parts)
+        tokenizer.chat_template = best_template(model_path, tokenizer.chat_template)
+        return tokenizer
