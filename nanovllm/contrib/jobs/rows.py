@@ -124,7 +124,8 @@ def said(prompt: Any) -> Any:
 
 
 def is_part(part: Any) -> bool:
-    return isinstance(part, dict) and isinstance(part.get("type"), str)
+    """Whether a part of a message is given, not a whole message; its type may be missing."""
+    return isinstance(part, dict) and "role" not in part
 
 
 def openai_request(values: dict[str, Any], template: dict[str, Any]) -> tuple[Any, dict[str, Any], bool]:
