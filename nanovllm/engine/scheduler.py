@@ -24,8 +24,8 @@ from nanovllm.engine.metrics import Metrics
 
 NO_TOKEN = -1  # in place of a sampled id
 NO_TOKEN_REASON = (
-    "no token could be sampled: every logit is NaN or -inf. Either the weights hold NaN or overflow in this dtype, or "
-    "the sampling parameters forbid every token."
+    "no token could be sampled: every logit is NaN or -inf, or some are +inf. Either the weights hold NaN or overflow "
+    "in this dtype, or the sampling parameters forbid every token, or a logits processor returns several +inf."
 )
 
 
