@@ -223,7 +223,6 @@ class PrefillBatch:
     seq_ids: np.ndarray  # int64 [N]
     sampled_from: np.ndarray  # int32 [N], in [0, S)
     chunk_req_indices: np.ndarray  # int32 [S] of the computed ones
-    chunk_seq_ids: np.ndarray  # int64 [S]
     starts: np.ndarray  # int32 [S]
     stops: np.ndarray  # int32 [S]
     token_ids: np.ndarray  # int32 [sum(stops - starts)], packed
@@ -259,7 +258,6 @@ class PrefillBatch:
             np.fromiter((seq.seq_id for seq, _ in sampled), np.int64),
             _int32(i for _, i in sampled),
             _int32(seq.req_idx for seq in seqs),
-            np.fromiter((seq.seq_id for seq in seqs), np.int64),
             _int32(chunk.start for chunk in chunks),
             _int32(chunk.stop for chunk in chunks),
             np.concatenate([seq.tokens(start, stop) for seq, start, stop, _ in chunks]),

@@ -4,8 +4,18 @@ Their texts give the value, the values allowed and the remedy. ``assert`` is for
 """
 
 
+MAX_TEXT = 2000  # characters of an error; a text may repeat a value of any length
+HEAD, TAIL = 1400, 500
+
+
 class NanoVLLMError(Exception):
-    """Base of all errors below; each is also a ValueError or a RuntimeError."""
+    """Base of all errors below; each is also a ValueError or a RuntimeError. A long text loses its middle."""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if len(text) <= MAX_TEXT:
+            return text
+        return f"{text[:HEAD]} [... {len(text) - HEAD - TAIL:,} characters ...] {text[-TAIL:]}"
 
 
 class ConfigError(NanoVLLMError, ValueError):

@@ -42,8 +42,8 @@ class LLM(
     def most_probable(self, prompts: Prompt | ListLike[Prompt], k: int) -> list[RequestOutput]:
         """Compute the ``k`` most probable next tokens of one prompt or many, the best first.
 
-        They are in ``output.outputs[0].logprobs[0]``, a dictionary; ``max_logprobs`` is no limit here. Where the logits
-        are NaN, the ``finish_reason`` is "error".
+        ``output.outputs[0].logprobs[0]`` maps their ids, in this order, to ``Logprob`` objects without texts;
+        ``max_logprobs`` is no limit here. Where the logits are NaN, the ``finish_reason`` is "error".
 
         Raises:
             RequestError: a prompt can never be served; nothing was computed.

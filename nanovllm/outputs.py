@@ -5,7 +5,7 @@ nano-vllm's scripts read a ``RequestOutput`` as a dictionary (``output["text"]``
 """
 
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from nanovllm.errors import EngineError
@@ -20,12 +20,15 @@ class Logprob:
     Attributes:
         logprob: natural logarithm of its probability.
         rank: 1 for the most probable token, counting tokens at least as probable.
-        decoded_token: its text, decoded alone; None without a tokenizer.
+        decoded_token: its text, decoded alone; None without a tokenizer. A character made of several tokens is the text
+            of its last one, and the others have "".
+        token_bytes: its bytes, also where they are a part of a character; None without a tokenizer.
     """
 
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
+    token_bytes: bytes | None = field(default=None, repr=False, compare=False)  # vLLM's has no such field
 
 
 LogprobsAt = dict[int, Logprob]  # of one position: token id -> Logprob; the token itself first, then the most probable

@@ -280,7 +280,7 @@ def prefill_batch(*chunks, num_sampled=None, num_targets=(), prefix_copies=(), b
     parts = [(seq, start, stop) for seq, (start, stop) in zip(seqs, chunks, strict=True)]
     each, ids = np.arange(len(chunks), dtype=np.int32), np.arange(len(chunks))
     return PrefillBatch(
-        5 - each[:num_sampled], ids[:num_sampled], each[:num_sampled], 5 - each, ids, starts, stops,
+        5 - each[:num_sampled], ids[:num_sampled], each[:num_sampled], 5 - each, starts, stops,
         np.concatenate([seq.tokens(start, stop) for seq, start, stop in parts]), NewSequences.of(seqs),
         optional("messages.prefix_copies", "PrefixMoves")(pairs(block_copies), pairs(prefix_copies)),
         readouts=merged((seq.readout, seq.seq_id, start, stop) for seq, start, stop in parts),

@@ -14,6 +14,7 @@ def check_is_empty(llm):
     assert all(block.ref_count == 0 for block in blocks.blocks)
     assert sorted(scheduler.table.free_req_indices) == list(range(llm.config.max_num_seqs))
     assert not scheduler._seqs
+    assert scheduler._num_stopping.sum() == len(scheduler.eos_token_ids) + 1  # and the mark of no token
     assert scheduler.num_in_flight == len(scheduler.running_req_indices) == 0
 
 

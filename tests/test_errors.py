@@ -27,6 +27,25 @@ def test_the_tree():
         assert issubclass(error, NanoVLLMError) and issubclass(error, RuntimeError)
 
 
+def test_the_length_of_a_text():
+    """Errors repeated values of any length: a name of 100,000 characters, a schema, a regular expression."""
+    word = "x" * 100_000
+    calls = [
+        lambda: nanovllm.SamplingParams(**{word: 1}), lambda: nanovllm.LLM(**{word: 1}), lambda: nanovllm.LLM(word),
+        lambda: nanovllm.SamplingParams(min_tokens=10**3000),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(NanoVLLMError) as found:
+            call()
+        assert len(str(found.value)) <= 2000
+    text = "begin " + word + " end"
+    for error in RequestError(text), pickle.loads(pickle.dumps(RequestError(text))):
+        assert len(str(error)) <= 2000 and str(error).startswith("begin x") and str(error).endswith("x end")
+        assert "98,110 characters" in str(error)
+    assert str(RequestError(text[:2000])) == text[:2000]
+    assert str(WorkerError(1, text)).endswith(text)  # a traceback is whole
+
+
 def test_public_names():
     assert all(hasattr(nanovllm, name) for name in nanovllm.__all__)
     assert set(nanovllm.__all__) <= set(dir(nanovllm))  # for completion in an interactive session

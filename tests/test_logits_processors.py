@@ -173,6 +173,35 @@ def test_what_a_function_raises_ends_its_request(oracle, make_llm):
         check_is_empty(llm)
 
 
+@pytest.mark.parametrize("params", [
+    {"temperature": 0}, {"temperature": 0.5}, {"temperature": 1e-5, "top_p": 0.9}, {"temperature": 2.0, "top_k": 3},
+    {"temperature": 1.0, "repetition_penalty": 1.5, "min_p": 0.1},
+], ids=str)  # fmt: skip
+def test_what_is_not_finite(make_llm, params):
+    """+inf everywhere gave token 0 and NaN an error. One +inf is a certain token; several have no probabilities."""
+    nan, inf, largest = torch.nan, torch.inf, torch.finfo(torch.float32).max
+    filled = {
+        "all +inf": (inf, {}), "two +inf": (0.0, {5: inf, 9: inf}), "+inf and NaN": (nan, {5: inf, 9: inf}),
+        "all NaN": (nan, {}), "all -inf": (-inf, {}), "one +inf": (0.0, {7: inf}), "one beside NaN": (nan, {7: inf}),
+        "one number": (nan, {7: -3.0}), "a large number": (0.0, {7: largest}), "two": (-largest, {7: largest}),
+    }  # fmt: skip
+
+    def processor(value, places):
+        return lambda ids, logits: logits.fill_(value).index_put_((torch.tensor([*places], dtype=torch.int64),),
+                                                                  torch.tensor([*places.values()]))  # fmt: skip
+
+    params = [SamplingParams(max_tokens=3, ignore_eos=True, logprobs=1, logits_processors=[processor(*each)], **params)
+              for each in filled.values()]  # fmt: skip
+    outputs = make_llm(logprobs_mode="processed_logprobs").generate([PROMPTS[1]] * len(params), params, use_tqdm=False)
+    for name, output in zip(filled, outputs, strict=True):
+        if name.startswith(("all", "two +", "+inf")):
+            assert output["token_ids"] == [] and output["finish_reason"] == "error", name
+            assert "a logits processor returns several +inf" in output.outputs[0].stop_reason
+        else:
+            assert output["token_ids"] == [7, 7, 7], name
+            assert output.outputs[0].cumulative_logprob == 0, name
+
+
 CALLS = {
     "cancel": lambda llm, mates: mates[1].cancel(),
     "generate": lambda llm, mates: llm.generate([PROMPTS[0]], greedy(2), use_tqdm=False),

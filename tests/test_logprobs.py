@@ -26,7 +26,8 @@ from logits_twin import (
     stepped_requests,
 )
 
-from nanovllm import RequestError, SamplingParams
+from nanovllm import RequestError, SamplingParams, StructuredOutputsParams
+from nanovllm.utils.packed_logprobs import logprobs_at
 
 PROMPT = [3, 9, 4, 1, 5]
 
@@ -221,11 +222,43 @@ def test_decoded_tokens(demo):
                for x in entry.values())  # fmt: skip
 
 
+def test_characters_of_several_tokens(demo):
+    """Every token of an emoji had no text and no bytes, so nobody could tell where the character is."""
+    text = "🙂 你é"
+    params = greedy(20, logprobs=2, prompt_logprobs=1, ignore_eos=False,
+                    structured_outputs=StructuredOutputsParams(choice=[text]))  # fmt: skip
+    (output,) = run(demo, text, params)
+    ids, completion = output.prompt_token_ids, output.outputs[0]
+    assert len(ids) == 10 and demo.tokenizer.decode(ids[:1]) == "\ufffd"  # a token for each byte but the spaces's
+    end = [("<|im_end|>", b"<|im_end|>")]
+    expected = list(zip(["", "", "", "🙂", " ", "", "", "你", "", "é"], map(bytes, zip(text.encode())), strict=True))
+    for token_ids, logprobs in (ids[1:], output.prompt_logprobs[1:]), (completion.token_ids, completion.logprobs):
+        chosen = [at[i] for at, i in zip(logprobs, token_ids, strict=True)]
+        found = [(at.decoded_token, at.token_bytes) for at in chosen]
+        assert found == (expected[1:] if token_ids == ids[1:] else expected + end)
+    deltas = [delta.outputs[0] for delta in demo.stream(text, params)]  # a character may begin in the delta before
+    assert [at for delta in deltas for at in delta.logprobs] == completion.logprobs and len(deltas) > 5
+
+
+def test_parts_of_characters():
+    """What completes no character: "" until that is certain; an alternative completes the sampled tokens before it."""
+    known = {0: ("", b"\xe2"), 1: ("", b"\x82"), 2: ("", b"\xac"), 3: ("a", b"a"), 4: ("", b"\xac\xe2"), 5: ("b", b"b")}
+
+    def texts(ids, others, before=()):
+        rows = np.array([[0, 1, other, 0] for other in others], np.int32)
+        found = logprobs_at(rows, ids, lambda wanted: {i: known[i] for i in wanted}, True, before)
+        return [tuple(entry.decoded_token for entry in at.values()) for at in found]
+
+    assert texts([0, 1, 2, 3], [3, 2, 4, 0]) == [("", "a"), ("", ""), ("€", "€"), ("a", "")]
+    assert texts([4, 1, 4, 1, 2], [3, 5, 2, 3, 4]) == [("\ufffd", "a"), ("", "b"), ("€", "€"), ("", "a"), ("€", "€")]
+    assert texts([0, 1, 3, 5], [3, 3, 5, 2]) == [("", "a"), ("\ufffd", "a"), ("a", "b"), ("b", "\ufffd")]
+    assert texts([2, 3], [1, 5], before=[3, 0, 1]) == [("€", "₂"), ("a", "b")]
+    assert logprobs_at(np.zeros((1, 4), np.int32), [1], None)[0][1].decoded_token is None
+
+
 def test_lists_are_made_once_and_when_read(make_llm, monkeypatch):
     from nanovllm.engine import token_processor
     from nanovllm.readouts import prompt_logprobs
-    from nanovllm.utils.packed_logprobs import logprobs_at
-
     calls = []
 
     def counted(*args):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from helpers import first_stop, run, tokens_of
+from leaks import check_is_empty
 
 from nanovllm import SamplingParams
 from nanovllm.engine.token_processor import TokenProcessors
@@ -29,6 +30,17 @@ def one(llm, prompt="What is 2 + 3?", **params):
 def texts_of(tokenizer, token_ids, skip):
     """The text of the first 0, 1, 2, ... tokens."""
     return [tokenizer.decode(token_ids[:n], skip_special_tokens=skip) for n in range(len(token_ids) + 1)]
+
+
+def test_stop_ids_of_requests_that_ended(demo, monkeypatch):
+    """Every id that any request had ever named was looked up at each later step."""
+    params = {"ignore_eos": True, "temperature": 1, "seed": 3}
+    plain, looked_at, original = one(demo, **params), [], demo.scheduler._is_done
+    one(demo, **params, stop_token_ids=list(range(demo.config.model_config.vocab_size)), max_tokens=1)
+    monkeypatch.setattr(demo.scheduler, "_is_done", lambda *args: looked_at.append(args) or original(*args))
+    assert one(demo, **params) == plain
+    assert len(looked_at) == 1 + sum(i in demo.eos_token_ids for i in plain.token_ids[:-1])  # the last one, by length
+    check_is_empty(demo)
 
 
 def check(llm, completion, token_ids, params):

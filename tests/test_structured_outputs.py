@@ -282,6 +282,25 @@ def test_a_schema_of_too_many_branches_ends_its_own_request(demo):
     check_is_empty(demo)
 
 
+def test_a_schema_with_a_dead_end(demo):
+    """After the given names the pattern allows a comma, and no name: an error that names the schema, or an answer."""
+    name = {"^Paris$": {"type": "integer"}}
+    schema = {"type": "object", "properties": {"Paris": {"type": "integer"}}, "required": ["Paris"],
+              "patternProperties": name, "additionalProperties": False}  # fmt: skip
+    params = [guided("json", seed=seed) for seed in range(4)]
+    for each in params:
+        each.structured_outputs, each.max_tokens = StructuredOutputsParams(json=schema), 60
+    outputs = run(demo, ["The"] * 5, [*params, greedy(5)])
+    for output in outputs[:4]:
+        if output["finish_reason"] == "error":
+            reason = output.outputs[0].stop_reason
+            assert reason.startswith(f"StructuredOutputsParams: json={schema!s:.200} cannot be followed further: ")
+        elif output["finish_reason"] == "stop":
+            assert json.loads(output["text"]).keys() == {"Paris"}
+    assert {output["finish_reason"] for output in outputs[:4]} >= {"error"} and outputs[4]["finish_reason"] == "length"
+    check_is_empty(demo)
+
+
 def test_interrupts_of_a_grammar_are_the_users(demo, monkeypatch):
     """Ctrl-C strikes in the grammar library, too."""
     fail_in(monkeypatch, ("fill", 3), error=KeyboardInterrupt())

@@ -29,7 +29,6 @@ class Guard:
 
     def __init__(self, engine: Any = None):
         self._engine = engine
-        self._thresholds: tuple[int, int, int] | None = None
 
     def __enter__(self) -> None:
         if self._engine is not None:
@@ -39,13 +38,12 @@ class Guard:
                 is_free = self._engine._lock.acquire(blocking=False)
             if not is_free:
                 raise EngineError("this engine is in use by another thread; give each thread an LLM of its own.")
-        thresholds = gc.get_threshold()
-        if thresholds[2] != NO_GC:  # else an outer one, or another engine's thread, set it and will restore it
-            self._thresholds = thresholds
-            gc.set_threshold(*thresholds[:2], NO_GC)
+        self._thresholds = gc.get_threshold()
+        if self._thresholds[2] != NO_GC:  # else an outer one, or another engine's thread, set it and will restore it
+            gc.set_threshold(*self._thresholds[:2], NO_GC)
 
     def __exit__(self, *_: object) -> None:
-        if self._thresholds is not None:
+        if self._thresholds[2] != NO_GC:
             gc.set_threshold(*self._thresholds)
         if self._engine is not None:
             release(self._engine)
@@ -67,8 +65,10 @@ def all_or_nothing(method: F) -> F:
         try:
             engine._is_changing = True
             return method(engine, *args)
-        except BaseException:
+        except BaseException as error:
             engine._drop_all()
+            if isinstance(error, Exception) and not engine._why_shut_down:  # by exit() in a signal handler, perhaps
+                engine._require_running()
             raise
         finally:
             engine._is_changing = is_inner

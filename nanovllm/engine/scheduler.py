@@ -24,8 +24,8 @@ from nanovllm.engine.metrics import Metrics
 
 NO_TOKEN = -1  # in place of a sampled id
 NO_TOKEN_REASON = (
-    "no token could be sampled: every logit is NaN or -inf. Either the weights hold NaN or overflow in this dtype, or "
-    "the sampling parameters forbid every token."
+    "no token could be sampled: every logit is NaN or -inf, or some are +inf. Either the weights hold NaN or overflow "
+    "in this dtype, or the sampling parameters forbid every token, or a logits processor returns several +inf."
 )
 
 
@@ -83,9 +83,6 @@ class Scheduler:
         self.eos_token_ids = frozenset(known)
         self.num_preemptions = 0
         self.metrics = Metrics()
-        # [V + 1], ids that stop some sequence, NO_TOKEN is the last; a hit is then checked against the sequence itself
-        self._is_stop_token = np.zeros(vocab_size + 1, bool)
-        self._is_stop_token[[*self.eos_token_ids, NO_TOKEN]] = True
         self._config, self._new_cache = config, new_cache
         self.clear()
 
@@ -101,6 +98,8 @@ class Scheduler:
         self.running_req_indices = np.empty(0, np.int32)  # the same order
         self.admission = Admission(self)
         self.num_in_flight = 0  # launches scheduled and not yet processed
+        # int [V + 1], sequences that an id may stop, NO_TOKEN is the last; a hit is then checked against its sequence
+        self._num_stopping = np.bincount([*self.eos_token_ids, self._config.model_config.vocab_size])
         self._seqs: dict[int, Sequence] = {}  # by req_idx
 
     def is_finished(self) -> bool:
@@ -113,7 +112,6 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """The next launch; None if the one in flight must be processed first, or nothing is left."""
-        batch: Batch | None
         if self.waiting and not self.admission.waits():
             batch = self._schedule_prefill() or self._schedule_decode()
         else:
@@ -192,7 +190,7 @@ class Scheduler:
     def _enter(self, seq: Sequence) -> None:
         """Give a sequence with blocks a request slot."""
         if seq.sampling_params.stop_token_ids:
-            self._is_stop_token[list(seq.sampling_params.stop_token_ids)] = True
+            self._num_stopping[list(seq.sampling_params.stop_token_ids)] += 1
         self.table.add(seq)
         self._seqs[seq.req_idx] = seq
         if not seq.entered_at:
@@ -266,7 +264,7 @@ class Scheduler:
         table.tokens[req_indices, lengths] = token_ids
         table.num_tokens[req_indices] = lengths + 1
         self.metrics.generation_tokens += len(token_ids)
-        may_be_done = self._is_stop_token[token_ids] | (lengths + 1 == table.max_tokens[req_indices])
+        may_be_done = self._num_stopping[token_ids] | (lengths + 1 == table.max_tokens[req_indices])
         finished = []
         for i in np.flatnonzero(may_be_done).tolist():
             seq = self._seqs[int(req_indices[i])]
@@ -316,6 +314,8 @@ class Scheduler:
         """Give back blocks and request slot; full blocks stay in the prefix cache."""
         # the last token's keys and values may never have been computed
         self.block_manager.deallocate(seq, 0 if is_partial else seq.num_tokens - 1)
+        if seq.sampling_params.stop_token_ids:
+            self._num_stopping[list(seq.sampling_params.stop_token_ids)] -= 1
         del self._seqs[seq.req_idx]
         self.table.remove(seq)
 

@@ -25,7 +25,7 @@ from nanovllm.engine.thinking import Marks, Thinking
 from nanovllm.errors import EngineError, RequestError, as_request_error
 from nanovllm.outputs import LogprobsAt
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.packed_logprobs import Texts, logprobs_at, trimmed
+from nanovllm.utils.packed_logprobs import MAX_BEFORE, Texts, logprobs_at, trimmed
 
 logger = logging.getLogger("nanovllm")
 NEVER_STOPS = (
@@ -146,7 +146,9 @@ class TokenProcessor:
             return None, None
         stop = start + len(token_ids)
         rows, texts, are_top = self._rows[start:stop], self._texts, self.seq.sampling_params.logprob_token_ids is None
-        return self._totals[stop], lambda: logprobs_at(np.array(rows), token_ids, texts, are_top)
+        first = self.seq.num_prompt_tokens
+        before = self.seq.tokens(first + max(0, start - MAX_BEFORE), first + start).tolist()
+        return self._totals[stop], lambda: logprobs_at(np.array(rows), token_ids, texts, are_top, before)
 
 
 class TokenProcessors:

@@ -78,10 +78,10 @@ class Readout:
         """Gather the results of a chunk, on the host."""
         raise NotImplementedError
 
-    def output_fields(self, texts: Callable[[set[int]], dict[int, str]] | None) -> dict[str, Any]:
+    def output_fields(self, texts: Callable[[set[int]], Any] | None) -> dict[str, Any]:
         """Fields that it sets in the prompt's ``RequestOutput``.
 
-        ``texts``: the text of each token id, decoded alone; None if the request wants no text.
+        ``texts``: the text and bytes of each token id, decoded alone; None if the request wants no text.
         """
         return {}
 

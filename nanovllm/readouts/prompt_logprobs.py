@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Iterator
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -43,6 +44,7 @@ class PromptLogprobs(Readout):
     Args:
         token_ids: int32 [n], the tokens after positions first, ..., first + n - 1.
         num_top: most probable alternatives reported beside each; -1: all.
+        before: ids of tokens before these, where a character of several tokens may begin.
 
     Attributes:
         chunks: rows of the chunks taken in so far, int32 [n, 2 + 2k] in all; see ``utils/packed_logprobs.py``.
@@ -50,9 +52,9 @@ class PromptLogprobs(Readout):
 
     subject = "logits"
 
-    def __init__(self, token_ids: np.ndarray, first: int, num_top: int):
+    def __init__(self, token_ids: np.ndarray, first: int, num_top: int, before: ListLike[int] = ()):
         super().__init__(first, first + len(token_ids))
-        self.token_ids, self.num_top = token_ids, num_top
+        self.token_ids, self.num_top, self._before = token_ids, num_top, before
         self.chunks: list[np.ndarray] = []
 
     @classmethod
@@ -60,7 +62,7 @@ class PromptLogprobs(Readout):
         """The readout of a request with ``prompt_logprobs``."""
         if params.prompt_logprobs is None:
             return None
-        return cls(prompt_ids[1:].astype(np.int32), 0, params.prompt_logprobs)
+        return cls(prompt_ids[1:].astype(np.int32), 0, params.prompt_logprobs, prompt_ids[:1].tolist())
 
     @classmethod
     def merge(cls, wanted: list[Wanted]) -> ScoredRows:
@@ -84,7 +86,8 @@ class PromptLogprobs(Readout):
     def _listed(self, texts: Texts | None) -> list[LogprobsAt | None]:
         if not self.chunks:  # a prompt of one token
             return [None]
-        return [None, *logprobs_at(np.concatenate(self.chunks), self.token_ids.tolist(), texts)]
+        rows = np.concatenate(self.chunks)
+        return [None, *logprobs_at(rows, self.token_ids.tolist(), texts, True, self._before)]
 
     def perplexity(self) -> float:
         """Compute exp of the mean negative log-probability; NaN without any."""

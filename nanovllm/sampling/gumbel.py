@@ -67,13 +67,13 @@ def pick_and_advance(candidates, req_indices, last_token, length, sampled_tokens
 def advance_requests(tokens, scores, req_indices, last_token, length, sampled_tokens):
     """Append `tokens` i32[B] to their requests: last_token = token, length += 1. Padding requests stay at length 0.
 
-    The host reads them from `sampled_tokens` i32[R], before it launches the next sampling; there it finds -1 where
-    every logit is NaN or -inf, that is where the score f32[B] is -inf. The device goes on with a valid id.
+    The host reads them from `sampled_tokens` i32[R], before it launches the next sampling; there it finds -1 where the
+    score f32[B] is infinite: every logit is NaN or -inf, or one is +inf. The device goes on with a valid id.
     """
     live = length[req_indices.long()] > 0
     slots, tokens = req_indices.long()[live], tokens.to(last_token.dtype)[live]
     last_token[slots] = tokens
-    seen = tokens.masked_fill(scores[live] == -torch.inf, -1)
+    seen = tokens.masked_fill(scores[live].isinf(), -1)
     sampled_tokens[slots.to(sampled_tokens.device)] = seen.to(sampled_tokens.device)
     length[slots] += 1
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from nanovllm.core import NewSequences
-from nanovllm.sampling.feature import Arrays, Feature, Logits, Process, Sampled
+from nanovllm.sampling.feature import MAX_FLOAT, Arrays, Feature, Logits, Process, Sampled
 
 
 class Processors(Feature):
@@ -38,5 +38,16 @@ class Processors(Feature):
         processed = values[rows]
         if self._process is not None:
             self._process(self._places, processed)
-        values[rows] = logits.tp.all_gather(processed)[0]
+        values[rows] = certain(logits.tp.all_gather(processed)[0])
         return whole._replace(values=values)
+
+
+def certain(logits: torch.Tensor) -> torch.Tensor:
+    """Logits f32[n, V] in which a single +inf has become probability 1; several of them are left, for the draw to fail.
+
+    Other numbers stay finite when they are divided by a temperature.
+    """
+    is_infinite = logits == torch.inf
+    is_one = is_infinite.sum(1, keepdim=True) == 1
+    alone = torch.where(is_infinite, 0.0, -torch.inf)
+    return torch.where(is_one, alone, torch.where(is_infinite, torch.inf, logits.clamp(max=MAX_FLOAT)))

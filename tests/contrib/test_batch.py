@@ -22,11 +22,11 @@ from fsspec.spec import AbstractBufferedFile
 from helpers import run_python
 
 import nanovllm
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.cli import main
 from nanovllm.config import Config
 from nanovllm.contrib.jobs import engines, files
-from nanovllm.contrib.jobs.rows import Row, openai_logprobs, plain_logprobs, record_of, row_seed
+from nanovllm.contrib.jobs.rows import Row, completion_logprobs, openai_logprobs, plain_logprobs, record_of, row_seed
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
@@ -215,6 +215,21 @@ def test_whatever_a_row_raises_is_its_own_error(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(AsyncTokenizer, "encode", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     assert batch(*argv, "--overwrite") == 130
+
+
+def test_log_probabilities_of_a_character_of_several_tokens():
+    """"bytes" were empty and offsets did not pass the character: every one of its tokens had no text."""
+    text = "é🙂!"
+    params = SamplingParams(temperature=0, max_tokens=9, logprobs=1,
+                            structured_outputs=StructuredOutputsParams(choice=[text]))  # fmt: skip
+    with LLM(device="cpu", quiet=True) as llm:
+        completion = llm.generate("x", params, use_tqdm=False)[0].outputs[0]
+    *content, _ = openai_logprobs(completion, 1)["content"]
+    assert [at["token"] for at in content] == ["", "é", "", "", "", "🙂", "!"]
+    assert [at["bytes"] for at in content] == [[byte] for byte in text.encode()]
+    assert completion_logprobs(completion, 1)["text_offset"] == [0, 0, 1, 1, 1, 1, 2, 3]
+    first, _ = json.loads(json.dumps(plain_logprobs(completion.logprobs)))[1].values()
+    assert first["decoded_token"] == "é"
 
 
 def test_the_log_probability_of_a_masked_token_is_json():

@@ -32,6 +32,11 @@ ROOT = 12345  # hash of the empty history
 STOP_TEXT = "the stop string"
 
 
+def chunk_seq_ids(batch: PrefillBatch) -> list[int]:
+    """The sequences of which a prefill computes tokens; the batch tells them to its own process alone."""
+    return [seq.seq_id for seq in batch.seqs]
+
+
 def chain(parent: int, token: int) -> int:
     return hash((parent, token))
 
@@ -144,6 +149,7 @@ class FakeDevice:
         assert self.computed is None, "a forward pass that was never sampled"
         self.num_launches += 1
         self.may_fail()
+        self.chunk_seq_ids = chunk_seq_ids(batch) if isinstance(batch, PrefillBatch) else []
         self.batch = batch = pickle.loads(pickle.dumps(batch))  # as it reaches another rank
         if isinstance(batch, PrefillBatch):
             self.look_at(batch)
@@ -184,9 +190,9 @@ class FakeDevice:
         """Note which situations a prefill holds."""
         new = {req_idx: i for i, req_idx in enumerate(batch.new.req_indices.tolist())}
         resumed = batch.new.num_tokens > batch.new.num_prompt_tokens
-        chunks = zip(*(column.tolist() for column in (batch.chunk_req_indices, batch.chunk_seq_ids, batch.starts,
-                                                      batch.stops)), strict=True)  # fmt: skip
-        for i, (req_idx, seq_id, start, stop) in enumerate(chunks):
+        columns = (column.tolist() for column in (batch.chunk_req_indices, batch.starts, batch.stops))
+        chunks = zip(self.chunk_seq_ids, *columns, strict=True)
+        for i, (seq_id, req_idx, start, stop) in enumerate(chunks):
             request = self.requests[seq_id]
             is_unsampled = request.params.max_tokens == 0 and stop == len(request.prompt)
             is_partial = i not in batch.sampled_from and not is_unsampled
@@ -278,7 +284,7 @@ class FakeDevice:
     def _packed(self, batch, step, _):
         assert len(step.input_ids) == batch.num_tokens
         owners = []
-        for i, seq_id in enumerate(batch.chunk_seq_ids.tolist()):
+        for i, seq_id in enumerate(self.chunk_seq_ids):
             request = self.requests[seq_id]
             packed = slice(step.cu_seqlens_q[i], step.cu_seqlens_q[i + 1])
             stop = int(step.context_lens[i])
@@ -290,7 +296,7 @@ class FakeDevice:
             self._store(request, slots, start, stop, step.input_ids[packed])
             owners += [(request, position) for position in range(start, stop)]
         # every layer stores all keys and values of a launch before it attends
-        for i, seq_id in enumerate(batch.chunk_seq_ids.tolist()):
+        for i, seq_id in enumerate(self.chunk_seq_ids):
             self._attend(self.requests[seq_id], step.req_indices[i], step.context_lens[i])
         return owners, [request.states[position].item() for request, position in owners]
 
@@ -325,7 +331,7 @@ class FakeDevice:
     def _advance_states(self, batch):
         """Every layer reads and writes the states of all sequences of a prefill at once, in no order."""
         moves, padding = batch.moves, self.config.max_num_seqs
-        seq_ids, own_rows = batch.chunk_seq_ids.tolist(), batch.chunk_req_indices.tolist()
+        seq_ids, own_rows = self.chunk_seq_ids, batch.chunk_req_indices.tolist()
         chunks = list(zip(map(self.requests.get, seq_ids), own_rows, batch.starts, batch.stops, strict=True))
         loads, saves, copies = moves.load_rows.tolist(), moves.saves.tolist(), moves.state_copies.tolist()
         written = [row for *_, row in saves]
@@ -359,7 +365,7 @@ class FakeDevice:
         hidden state ``states[i]``: block copies, sampled tokens, log-probabilities of prompt tokens."""
         self._copy_blocks(batch.moves.block_copies)
         num_sampled = len(batch.req_indices)
-        assert len(step.logits_indices) <= len(batch.chunk_seq_ids)
+        assert len(step.logits_indices) <= len(self.chunk_seq_ids)
         logits = [states[i] for i in step.logits_indices]
         sampled_from = getattr(step, "sampled_from", range(num_sampled))
         tokens = []
@@ -369,7 +375,7 @@ class FakeDevice:
             assert self._attend(self.requests[seq_id], req_idx, context) == logits[j]
             tokens.append(self._sample(req_idx, context, logits[j]))
         tokens = np.array(tokens, np.int32)
-        chunks = zip(batch.chunk_seq_ids.tolist(), batch.starts.tolist(), batch.stops.tolist(), strict=True)
+        chunks = zip(self.chunk_seq_ids, batch.starts.tolist(), batch.stops.tolist(), strict=True)
         resumed = batch.new.req_indices[batch.new.num_tokens > batch.new.num_prompt_tokens]
         self.resumed = (self.resumed - set(batch.new.req_indices.tolist())) | set(resumed.tolist())
         wanted = [(self.requests[seq_id], *row)

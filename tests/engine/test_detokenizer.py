@@ -207,13 +207,27 @@ def test_long_runs_of_special_tokens_are_not_decoded(make, monkeypatch):
 def test_decode_tokens(tokenizer):
     ids = [*range(len(tokenizer)), 5, 5]
     expected = [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
-    assert decode_tokens(tokenizer, ids) == ["" if text.endswith(REPLACEMENT) else text for text in expected]
+    found = decode_tokens(tokenizer, ids)
+    assert [token.text for token in found] == ["" if REPLACEMENT in text else text for text in expected]
+    assert all(token.raw == token.text.encode() for token in found if token.text)
 
 
 def test_decode_tokens_by_hand():
     tokenizer = byte_level()
     ids = tokenizer.convert_tokens_to_ids(["</s>", "Ġthe", chr(0xE4), "plain text é"])
-    assert decode_tokens(tokenizer, ids) == ["</s>", " the", "", "plain text é"]
+    assert decode_tokens(tokenizer, ids) == [
+        ("</s>", b"</s>"), (" the", b" the"), ("", b"\xe4"), ("plain text é", "plain text é".encode())
+    ]  # fmt: skip
+
+
+def test_bytes_of_tokens():
+    """A token that holds a part of a character had no bytes."""
+    text = "".join(map(chr, range(1, 0x800))) + "中文🙂"
+    names = dict(zip(text.encode(), in_alphabet(text), strict=True)), {b: f"<0x{b:02X}>" for b in range(33, 256)}
+    assert len(names[0]) > 220  # UTF-8 has not all
+    for tokenizer, name_of in zip((byte_level(), sentencepiece()), names, strict=True):
+        tokens = decode_tokens(tokenizer, tokenizer.convert_tokens_to_ids(list(name_of.values())))
+        assert tokens == [(chr(byte) if byte < 128 else "", bytes([byte])) for byte in name_of]
 
 
 # ---------------------------------------------------------------- stop strings

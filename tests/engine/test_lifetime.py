@@ -49,6 +49,22 @@ def test_keyboard_interrupt(make_llm, reference, where, after, device, max_in_fl
     assert generate(llm, prompts, greedy(10)) == [reference(prompt, 10) for prompt in prompts]
 
 
+@pytest.mark.parametrize("where", ["forward", "run_model", "sample"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_exit_in_a_signal_handler_amid_a_step(make_llm, where, ranks):
+    """The handler returned, and the step went on with a runner that had no attributes: an AttributeError."""
+    llm = make_llm(tensor_parallel_size=ranks)
+    before, original = signal.signal(signal.SIGTERM, lambda *_: llm.exit()), getattr(llm.model_runner, where)
+    try:
+        setattr(llm.model_runner, where, lambda *args: signal.raise_signal(signal.SIGTERM) or original(*args))
+        with pytest.raises(EngineError, match=r"^this engine is shut down; make a new LLM"):
+            generate(llm, [prompt_of(9)], greedy(3))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    with pytest.raises(EngineError, match=r"^this engine is shut down; make a new LLM"):
+        generate(llm, [prompt_of(9)], greedy(3))
+
+
 def test_failed_start_holds_nothing(make_checkpoint, tmp_path):
     """An error late in the constructor leaves neither the weights behind nor a thread."""
     shutil.copytree(make_checkpoint(), tmp_path, dirs_exist_ok=True)

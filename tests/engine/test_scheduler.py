@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from fake_device import EOS, STOP_TEXT, VOCAB, FakeDevice, Request, fake_entry, fake_logprobs
+from fake_device import EOS, STOP_TEXT, VOCAB, FakeDevice, Request, chunk_seq_ids, fake_entry, fake_logprobs
 from helpers import needs, optional
 from histories import ALL, histories
 from hypothesis import given
@@ -338,7 +338,7 @@ class Harness:
         unsampled = self.unsampled()
         assert all(seq.req_idx < 0 and not seq.block_table and not seq.is_sampled for seq in unsampled)
         in_flight = [batch for batch, _ in self.engine._in_flight if isinstance(batch, PrefillBatch)]
-        assert {seq.seq_id for seq in unsampled} <= {i for batch in in_flight for i in batch.chunk_seq_ids.tolist()}
+        assert {seq.seq_id for seq in unsampled} <= {i for batch in in_flight for i in chunk_seq_ids(batch)}
         holders = [*running, *(seq for seq in waiting if seq.req_idx >= 0)]
 
         # nobody is lost, nobody is twice there
@@ -728,7 +728,7 @@ def test_interrupted_at_any_line(max_in_flight, kind):
 
 def admitted(batch):
     """Ids of the sequences that a prefill without forks gives a request slot."""
-    return [i for i, req_idx in zip(batch.chunk_seq_ids.tolist(), batch.chunk_req_indices, strict=True)
+    return [i for i, req_idx in zip(chunk_seq_ids(batch), batch.chunk_req_indices, strict=True)
             if req_idx in batch.new.req_indices]  # fmt: skip
 
 
@@ -756,7 +756,7 @@ def test_prefill_goes_first_in_order_of_arrival():
     ids = [harness.add([1] * n, max_tokens=3, ignore_eos=True) for n in (4, 4, 4)]
     batch = harness.step()
     assert isinstance(batch, PrefillBatch)
-    assert batch.chunk_seq_ids.tolist() == ids and batch.stops.tolist() == [4, 4, 2]  # 4 + 4 leaves 2 of 10
+    assert chunk_seq_ids(batch) == ids and batch.stops.tolist() == [4, 4, 2]  # 4 + 4 leaves 2 of 10
     assert len(batch.req_indices) == 2  # the third has no logits yet
     batch = harness.step()
     assert isinstance(batch, PrefillBatch) and (batch.starts, batch.stops) == (2, 4)
@@ -844,7 +844,7 @@ def test_a_half_computed_prompt_does_not_wait_for_slots():
         assert len(harness.scheduler.table.free_req_indices) == 1
         harness.step()
         batch = harness.engine._in_flight[-1][0]
-        assert (batch.chunk_seq_ids[0], batch.starts[0]) == (long, 4 * chunk)
+        assert (chunk_seq_ids(batch)[0], batch.starts[0]) == (long, 4 * chunk)
     harness.run_to_end()
 
 
@@ -875,7 +875,7 @@ def test_the_last_to_come_is_preempted_and_comes_back_first(caching, found):
     assert harness.scheduler.num_preemptions == 1
     while isinstance(batch := harness.step(), DecodeBatch):
         pass
-    assert batch.chunk_seq_ids.tolist() == ids[1 : 1 + len(found)] and batch.starts.tolist() == found
+    assert chunk_seq_ids(batch) == ids[1 : 1 + len(found)] and batch.starts.tolist() == found
     harness.run_to_end()
     assert list(harness.outputs) == ids
 
@@ -978,7 +978,7 @@ def test_scores_beside_samples():
     score = harness.add_score([1, 2, 1, 2, 2], 2)
     sampled = [harness.add([2] * n, max_tokens=2, ignore_eos=True) for n in (3, 2)]
     batch = harness.step()
-    assert batch.chunk_seq_ids.tolist() == [*sampled, score] and batch.sampled_from.tolist() == [0, 1]
+    assert chunk_seq_ids(batch) == [*sampled, score] and batch.sampled_from.tolist() == [0, 1]
     assert harness.outputs.keys() == {score}
     harness.run_to_end()
 

@@ -297,17 +297,18 @@ def test_the_best_candidate(size, batch_size):
 @BOTH
 def test_the_host_is_told_where_no_logit_is_finite(ops):
     """The device goes on with a valid id: the next launch, which looks it up, is scheduled before the host knows."""
-    state = make_state(4, temperature=[0.0, 1.0, 1.0, 0.0], length=[3, 3, 3, 3])
-    logits = torch.randn(4, 1500, device=DEVICE)
+    state = make_state(6, temperature=[0.0, 1.0, 1.0, 0.0, 0.0, 1.0], length=[3] * 6)
+    logits = torch.randn(6, 1500, device=DEVICE)
     logits[1], logits[3], logits[2, :1499] = torch.nan, -torch.inf, torch.nan
+    logits[4:, [7, 1400]] = torch.inf
     advance, req_indices = advance_of(state), every_request(state)
     last_token, _, sampled_tokens = advance
     first = int(logits[0].argmax())
-    scores, tokens = ops.gumbel_argmax(logits, req_indices, state, no_thresholds(4), advance=advance)
+    scores, tokens = ops.gumbel_argmax(logits, req_indices, state, no_thresholds(6), advance=advance)
     for _ in range(2):
         torch.cuda.synchronize() if DEVICE == "cuda" else None
-        assert sampled_tokens.tolist() == [first, -1, 1499, -1]
-        assert tokens.tolist() == last_token.tolist() == [first, 0, 1499, 0]
+        assert sampled_tokens.tolist() == [first, -1, 1499, -1, -1, -1]
+        assert tokens.tolist() == last_token.tolist() == [first, 0, 1499, 0, 7, 7]
         sampled_tokens.zero_(), last_token.zero_()
         candidates = torch.stack((scores.view(torch.int32), tokens)).expand(2, -1, -1).contiguous()
         tokens = ops.pick_and_advance(candidates, req_indices, *advance)

@@ -79,7 +79,7 @@ def test_prefill_against_a_naive_model(prefill):
     computed, starts, stops, _ = zip(*chunks, strict=True)
     no_copies = np.empty((0, 2), np.int32)
     batch = PrefillBatch(
-        int32(req_indices), np.arange(len(req_indices)), int32(sampled_from), int32(computed), np.arange(len(chunks)),
+        int32(req_indices), np.arange(len(req_indices)), int32(sampled_from), int32(computed),
         int32(starts), int32(stops), int32(tokens), NewSequences.of([]), Moves(no_copies),
     )  # fmt: skip
     arrays = {name: values.tolist() for name, values in prefill_arrays(batch, mirror, BLOCK_SIZE).items()}

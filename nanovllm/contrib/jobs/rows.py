@@ -313,12 +313,13 @@ def openai_record(row: Row, output: RequestOutput, counts: dict[str, int], param
 def plain_logprobs(logprobs: Any) -> Any:
     """[{token id: {"logprob", "rank", "decoded_token"}}]"""
     return logprobs and [
-        at and {i: {**vars(entry), "logprob": finite(entry.logprob)} for i, entry in at.items()} for at in logprobs
-    ]
+        at and {i: {"logprob": finite(entry.logprob), "rank": entry.rank, "decoded_token": entry.decoded_token}
+                for i, entry in at.items()} for at in logprobs
+    ]  # fmt: skip
 
 
 def completion_logprobs(output: CompletionOutput, num_top: int) -> dict[str, Any]:
-    """As /v1/completions has them: columns. Offsets are those of the tokens' texts, each decoded alone, joined."""
+    """As /v1/completions has them: columns. Offsets are those of the tokens' texts, joined."""
     found = [list(at.values()) for at in output.logprobs]  # type: ignore[union-attr]
     tokens = [chosen.decoded_token or "" for chosen, *_ in found]
     top: list[dict[str, float]] = [{} for _ in found]
@@ -336,8 +337,7 @@ def openai_logprobs(output: CompletionOutput, num_top: int) -> dict[str, Any]:
     """As /v1/chat/completions has them: a list of tokens."""
 
     def entry(at: Logprob) -> dict[str, Any]:
-        token = at.decoded_token
-        return {"token": token, "logprob": finite(at.logprob), "bytes": list((token or "").encode())}
+        return {"token": at.decoded_token, "logprob": finite(at.logprob), "bytes": list(at.token_bytes or b"")}
 
     content = []
     for chosen, *others in (list(at.values()) for at in output.logprobs):  # type: ignore[union-attr]

@@ -102,7 +102,7 @@ class SpeculativeScheduler(Scheduler):
         table.num_scheduled[req_indices[alive]] = num_computed[alive] + 1
         columns, rows = np.nonzero(np.arange(batch.num_rows)[:, None] <= num_accepted)
         plain = batch.part(rows, columns), part_of(result, rows, columns)
-        may_end = self._is_stop_token[plain[1].token_ids].any()
+        may_end = self._num_stopping[plain[1].token_ids].any()
         may_end |= (num_computed + 1 >= table.max_tokens[req_indices]).any()
         if not (one_by_one or may_end or not alive.all()):
             return [plain]

@@ -6,7 +6,6 @@ here. Everything wrong with a source is a ValueError with the reason.
 
 import json
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -29,13 +28,6 @@ NOT_KEPT = (
     "it holds the number {!s:.100}, which llguidance would change, as it reads numbers as floats. Allowed are whole "
     "numbers up to 2^53 = 9007199254740992, and decimals of 15 digits: round it, or leave it out"
 )
-NO_MORE_NAMES = (
-    "patternProperties {} fits only names that properties or required give, and additionalProperties allows no others: "
-    "put its rules at these properties, and leave it out"
-)
-ZERO = {"const": 0}
-MAX_CHOICES = 1000
-TOO_MANY_CHOICES = f"its anyOf and oneOf beside patternProperties allow more than {MAX_CHOICES} combinations"
 # What the value of a JSON schema's keyword holds: schemas by name, one schema or a list of them, or data of the reader
 # alone. Of others: data that counts.
 INSIDE = {
@@ -106,15 +98,12 @@ def _is_kept(x: Any) -> bool:
 
 
 def _schema(source: Any) -> str:
-    """A JSON schema as text; a ValueError where llguidance would change its numbers or follow it to a dead end."""
+    """A JSON schema as text; a ValueError where llguidance would change its numbers."""
     schema = _object(source)
     left: list[tuple[Any, str]] = [(schema, "schema")]
-    schemas: list[dict] = []
     while left:
         value, kind = left.pop()
         is_object = isinstance(value, dict)
-        if is_object and kind == "schema":
-            schemas.append(value)
         pairs: Any = value.items() if is_object else enumerate(value)
         for key, item in pairs:
             inside = kind
@@ -125,80 +114,7 @@ def _schema(source: Any) -> str:
             elif isinstance(item, (int, float, Decimal)) and not isinstance(item, bool) and not _is_kept(item):
                 _expect(inside == "ignored", NOT_KEPT.format(item))
                 value[key] = None
-    if any("patternProperties" in each for each in schemas):
-        for each in schemas:
-            for number, parts in enumerate(_choices([each], schema)):
-                _expect(number < MAX_CHOICES, TOO_MANY_CHOICES)
-                _check_patterns(parts, schema)
     return json.dumps(schema)
-
-
-def _choices(parts: list[dict], root: dict, made: frozenset[int] = frozenset()) -> Iterator[list[dict]]:
-    """Schemas that hold together, for each way through the ``anyOf`` and ``oneOf`` in them. ``made``: those by id."""
-    merged = _merged(parts, root)
-    groups = [part[key] for part in merged for key in ("anyOf", "oneOf") if isinstance(part.get(key), list)]
-    group = next((group for group in groups if id(group) not in made), None)
-    if group is None:
-        yield merged
-        return
-    for option in group:
-        if option is not False:
-            yield from _choices([*merged, *[option] * isinstance(option, dict)], root, made | {id(group)})
-
-
-def _merged(parts: list[dict], root: dict) -> list[dict]:
-    """Schemas, and all that must hold with them: theirs of ``allOf`` and ``$ref``."""
-    known = {id(part) for part in parts}
-    for part in parts:  # which grows
-        target: Any = root if isinstance(part.get("$ref"), str) else None
-        for key in part["$ref"].split("/")[1:] if target else ():
-            target = target.get(key) if isinstance(target, dict) else None
-        also = [*part.get("allOf", ()), target]
-        for x in also:
-            if isinstance(x, dict) and id(x) not in known:
-                known.add(id(x))
-                parts.append(x)
-    return parts
-
-
-def _is_empty(schema: Any, root: dict) -> bool:
-    """Whether no value fits the schema, as llguidance sees it: it treats such a schema as false."""
-    from llguidance import LLMatcher, LLTokenizer
-
-    if not isinstance(schema, dict):
-        return schema is False
-    named = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    grammar = LLMatcher.grammar_from_json_schema(json.dumps(named | schema))
-    return "Unsatisfiable" in LLMatcher(LLTokenizer("byte"), grammar, log_level=0).get_error()
-
-
-def _check_patterns(parts: list[dict], root: dict) -> None:
-    """Refuse patterns that fit no name but the given ones: llguidance would write a comma and find no further name."""
-    from llguidance import LLMatcher, LLTokenizer
-
-    if not any(part.get("patternProperties") for part in parts):
-        return
-    # the others' patterns fall away
-    closed = [part for part in parts if _is_empty(part.get("additionalProperties"), root)]
-    rules = [item for part in closed for item in part.get("patternProperties", {}).items()]
-    patterns = {pattern: not _is_empty(rule, root) and ZERO for pattern, rule in rules}
-    if not any(patterns.values()):
-        return
-
-    def matcher_of(names: list[str]) -> Any:
-        properties = {"properties": dict.fromkeys(names, ZERO), "required": names}
-        probe = {"type": "object", **properties, "patternProperties": patterns, "additionalProperties": False}
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(probe), overrides={"whitespace_flexible": False})
-        return LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
-
-    names = [*dict.fromkeys(name for part in parts for key in ("properties", "required") for name in part.get(key, ()))]
-    if matcher_of(names).is_error():  # some are of a pattern whose rule nothing fits
-        names = [name for name in names if not matcher_of([name]).is_error()]
-    if not (matcher := matcher_of(names)).is_error():
-        given = "".join(f"{json.dumps(name, ensure_ascii=False)}:0," for name in names)
-        matcher.consume_tokens(list(f"{{{given}".encode()))
-        matcher.compute_bitmask()
-        _expect(not matcher.is_error(), NO_MORE_NAMES.format(", ".join(patterns)))
 
 
 def _whitespace(params: StructuredOutputsParams) -> dict[str, Any]:

@@ -99,8 +99,8 @@ def _forbid(bitmask: np.ndarray, token_id: int) -> None:
 class Grammar:
     """The grammar of one sequence, and where in it the text is; ``GrammarCompiler`` makes and reads them."""
 
-    def __init__(self, matcher: Any, eos_token_ids: frozenset[int]):
-        self.matcher, self._eos_token_ids = matcher, eos_token_ids
+    def __init__(self, matcher: Any, eos_token_ids: frozenset[int], params: StructuredOutputsParams):
+        self.matcher, self._eos_token_ids, self._params = matcher, eos_token_ids, params
         self._ended = False  # by an end-of-sequence token
 
     def accept(self, token_id: int) -> None:
@@ -119,7 +119,7 @@ class Grammar:
     def check(self) -> None:
         """Raise a RequestError if the grammar leads nowhere or exceeds a limit of llguidance: its mask is void then."""
         if self.matcher.is_error() and not self._ended:
-            raise RequestError(f"structured_outputs: the grammar cannot be followed further: {_reason(self.matcher)}")
+            raise _refused(self._params, _reason(self.matcher), "followed further")
 
 
 class GrammarCompiler:
@@ -157,7 +157,7 @@ class GrammarCompiler:
             raise _refused(params, f"it is malformed ({type(error).__name__}: {error})") from None
         except ValueError as error:
             raise _refused(params, str(error)) from None
-        return Grammar(matcher.deep_copy(), self._eos_token_ids)
+        return Grammar(matcher.deep_copy(), self._eos_token_ids, params)
 
     def _new_matcher(self, params: bytes) -> Any:
         if len(params) <= SHORT:
@@ -244,10 +244,10 @@ def _reason(matcher: Any) -> str:
     return "it matches no text" if error.startswith("NoExtension") else error
 
 
-def _refused(params: StructuredOutputsParams, reason: str) -> RequestError:
+def _refused(params: StructuredOutputsParams, reason: str, how: str = "used") -> RequestError:
     source = getattr(params, params.kind)
     try:
         shown = f"{source!r:.200}"
     except RecursionError:
         shown = "..."
-    return RequestError(f"StructuredOutputsParams: {params.kind}={shown} cannot be used: {reason}")
+    return RequestError(f"StructuredOutputsParams: {params.kind}={shown} cannot be {how}: {reason}")

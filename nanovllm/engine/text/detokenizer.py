@@ -6,11 +6,15 @@ clean-up of spaces, which would change text that was given out already.
 
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
 from nanovllm.errors import as_request_error
 
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no UTF-8; at the end perhaps an incomplete character
+PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+# GPT-2's alphabet: a token of a byte-level vocabulary has one character for each of its bytes
+BYTE_OF = {byte if byte in PRINTABLE else next(beyond): byte for beyond in [count(0x100)] for byte in range(256)}
 
 
 def decode(tokenizer: Any, token_ids: list[int], skip_special_tokens: bool = True,
@@ -42,16 +46,32 @@ def backend_of(tokenizer: Any) -> Any:
     return getattr(tokenizer, "backend_tokenizer", None)
 
 
-def decode_tokens(tokenizer: Any, token_ids: Iterable[int]) -> list[str]:
-    """The text of each id decoded alone, special tokens included; "" if it ends inside a UTF-8 character."""
+class TokenText(NamedTuple):
+    """A token decoded alone: its text, "" if it holds a part of a UTF-8 character, and its bytes."""
+
+    text: str
+    raw: bytes
+
+
+def decode_tokens(tokenizer: Any, token_ids: Iterable[int]) -> list[TokenText]:
+    """Decode each id alone, special tokens included."""
     num_tokens = len(tokenizer)
     return [_token_text(tokenizer, num_tokens, token_id) for token_id in token_ids]
 
 
 @lru_cache(maxsize=1 << 18)  # tokenizers are compared by identity; tokens may be added to one
-def _token_text(tokenizer: Any, num_tokens: int, token_id: int) -> str:
+def _token_text(tokenizer: Any, num_tokens: int, token_id: int) -> TokenText:
     text = decode(tokenizer, [token_id], skip_special_tokens=False)
-    return "" if text.endswith(REPLACEMENT) else text
+    if REPLACEMENT not in text:
+        return TokenText(text, text.encode())
+    backend = backend_of(tokenizer)
+    name = tokenizer.convert_ids_to_tokens(token_id) if backend is None else backend.id_to_token(token_id)
+    if token_id in _special_ids(tokenizer, num_tokens)[1]:
+        return TokenText("", bytes([int(name[3:5], 16)]))
+    if all(ord(character) in BYTE_OF for character in name):
+        return TokenText("", bytes(BYTE_OF[ord(character)] for character in name))
+    text = "" if text.endswith(REPLACEMENT) else text  # a vocabulary of another kind
+    return TokenText(text, text.encode())
 
 
 class IncrementalDetokenizer:
@@ -116,7 +136,7 @@ class IncrementalDetokenizer:
 def special_tokens(tokenizer: Any, num_tokens: int) -> dict[str, int]:
     """The id of each special token by its text."""
     ids = sorted(_special_ids(tokenizer, num_tokens)[0])
-    return dict(zip(decode_tokens(tokenizer, ids), ids, strict=True))
+    return dict(zip((token.text for token in decode_tokens(tokenizer, ids)), ids, strict=True))
 
 
 @lru_cache(maxsize=8)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nanovllm.engine.text.chat_templates import FORMATS, best_template, takes_parts, variables, with_contents
-from nanovllm.engine.text.detokenizer import decode, decode_completion, decode_tokens
+from nanovllm.engine.text.detokenizer import TokenText, decode, decode_completion, decode_tokens
 from nanovllm.engine.text.fast_tokenizer import FastTokenizer, load_fast
 from nanovllm.engine.text.lengths import LONG, Lengths
 from nanovllm.engine.text.reasoning import THINK, ReasoningMarks, finder_of, marks_of
@@ -194,8 +194,8 @@ class AsyncTokenizer:
         error = text.exception()
         return (text.result(), None) if error is None else ("", str(as_request_error(error)))
 
-    def texts(self, token_ids: Iterable[int]) -> dict[int, str]:
-        """The text of each id, decoded alone; {} without a tokenizer."""
+    def texts(self, token_ids: Iterable[int]) -> dict[int, TokenText]:
+        """The text and the bytes of each id, decoded alone; {} without a tokenizer."""
         distinct, tokenizer = sorted(set(token_ids)), self.tokenizer
         return {} if tokenizer is None else dict(zip(distinct, decode_tokens(tokenizer, distinct), strict=True))
 

@@ -151,12 +151,12 @@ def combine_segments_kernel(
         tokens = tl.load(tokens_ptr + sequence * num_segments + offs, mask=mask, other=2**31 - 1)
         value = tl.max(values)
         token = tl.min(tl.where(values == value, tokens, 2**31 - 1))
-        # No allowed id (all NaN or -inf): the first one, whose embedding can be looked up; the host gets -1.
+        # No allowed id (all NaN or -inf): the first one, whose embedding can be looked up. The host gets -1.
         token = tl.where(token == 2**31 - 1, vocab_start, token)
         if ADVANCE:
             tl.store(last_token_ptr + req_idx * last_token_stride, token)
             length = tl.load(new_length_ptr + req_idx * new_length_stride)
-            tl.store(sampled_tokens_ptr + req_idx, tl.where(value > -float("inf"), token, -1))
+            tl.store(sampled_tokens_ptr + req_idx, tl.where(tl.abs(value) < float("inf"), token, -1))
             tl.store(new_length_ptr + req_idx * new_length_stride, length + 1)
     tl.store(value_ptr + sequence, value)
     tl.store(token_ptr + sequence, token)
@@ -225,7 +225,7 @@ def pick_and_advance_kernel(
         best = tl.maximum(best, score)
     tl.store(tokens_ptr + offs, token, mask=mask)
     tl.store(last_token_ptr + req_idx * last_token_stride, token, mask=length > 0)
-    tl.store(sampled_tokens_ptr + req_idx, tl.where(best > -float("inf"), token, -1), mask=length > 0)
+    tl.store(sampled_tokens_ptr + req_idx, tl.where(tl.abs(best) < float("inf"), token, -1), mask=length > 0)
     tl.store(length_ptr + req_idx * length_stride, length + 1, mask=length > 0)
 
 
