@@ -273,6 +273,28 @@ def test_adapters_of_the_tower_are_refused(form, trained, tmp_path):
         assert len(llm.update_weights(lora=tmp_path)) == 1
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about PEFT
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_adapters_of_the_decoder(family, tmp_path_factory, tmp_path):
+    """PEFT names their modules as they are in memory, and the published tensors have other names."""
+    import peft
+
+    path, twin = made(family, tmp_path_factory)
+    options = {"target_modules": "all-linear", "exclude_modules": r".*(visual|vision_tower).*"}
+    config = peft.LoraConfig(r=2, lora_alpha=6, **options)
+    adapted = peft.get_peft_model(twin.model, config)
+    for name, param in adapted.named_parameters():
+        if "lora_" in name:
+            param.data.normal_(0, 0.2, generator=torch.Generator().manual_seed(len(name)))
+    adapted.save_pretrained(tmp_path)
+    twin.model = adapted.merge_and_unload()
+    expected = [twin.greedy(*prompt, N) for prompt in PROMPTS]
+    with engine(path, lora=tmp_path) as llm:
+        assert answers(llm) == expected
+        llm.update_weights(lora=None)
+        assert answers(llm) != expected
+
+
 def test_features_of_an_aborted_request_are_forgotten(trained):
     """Those of an image whose last tokens were to come with the next launch are the old tower's."""
     path, _, new_path, _, _ = trained

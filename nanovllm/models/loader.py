@@ -20,10 +20,11 @@ from nanovllm.kernels.fp8 import E4M3
 from nanovllm.layers.packed_weights import ALL_KINDS, PackedTensors, check_in_order, needed
 from nanovllm.layers.quantization import Scales, dequantized_mxfp4, quantized, read_kv_scales
 from nanovllm.layers.weight_loader import CheckpointTensor, copy_shard
-from nanovllm.models.lora import ADVICE, Change, read_adapter
+from nanovllm.models.lora import Change, read_adapter
+from nanovllm.models.lora_config import ADVICE
 from nanovllm.models.packed_config import scheme_of
 from nanovllm.models.quantization_config import EXPERT_PARTS, KV_SCALES, PackedInts
-from nanovllm.utils.checkpoint import open_tensors, read_json
+from nanovllm.utils.checkpoint import open_tensors, read_json, tensor_names
 
 DIGEST_ROWS = 4096  # of an LM head, or of the embedding that it is said to be, in memory at once
 DUMMY_STD = 0.02  # of random weights, as transformers initialises
@@ -44,11 +45,12 @@ class WeightFiller:
             them their tensors are passed over.
         quantizes: False: a 16-bit tensor for an FP8 weight is an error.
         adapter: directory of a PEFT adapter, which is merged into the tensors.
+        base: directory of the checkpoint that the tensors of a merge are from.
         only: checkpoint tensors to fill beside the adapter's, by their names here; None: all.
     """
 
     def __init__(self, model: Any, extra: Collection[nn.Module] = (), quantizes: bool = True,
-                 adapter: str | None = None, only: set[str] | None = None):
+                 adapter: str | None = None, base: str = "", only: set[str] | None = None):
         config = model.config
         self._quantizes, self._renamed = quantizes, config.renamed_tensors()
         self.unused = re.compile(config.unused_tensors(has_tower=len(extra) > 0))
@@ -77,7 +79,7 @@ class WeightFiller:
         self._embedding = model.model.embed_tokens if is_tied else None
         self._head_digests: torch.Tensor | None = None
         self.device = str(next(iter(params.values())).device)
-        self._adapter, self._changes = adapter, {} if adapter is None else self._read_adapter(adapter)
+        self._adapter, self._changes = adapter, {} if adapter is None else self._read_adapter(adapter, base)
         names = {part for name in self._changes for part in self._targets[name][2]}
         # Checkpoint tensors, by their names here:
         self.adapted = names | {f"{name}_scale" for name in names} & set(self._targets)  # the adapter changes them
@@ -212,9 +214,11 @@ class WeightFiller:
             name = name.replace(old, new)
         return name
 
-    def _read_adapter(self, path: str) -> dict[str, Change]:
+    def _read_adapter(self, path: str, base: str) -> dict[str, Change]:
         """An adapter's changes by the names of tensors here."""
-        changes = {self._name_here(name): change for name, change in read_adapter(path, self.device).items()}
+        names = [name for file in _weight_files(Path(base)) for name in tensor_names(file)]
+        names = [name for name in names if not self.unused.fullmatch(self._whole_name(name))]
+        changes = {self._name_here(name): change for name, change in read_adapter(path, self.device, names).items()}
         tied = {"lm_head.weight", "model.embed_tokens.weight"} & changes.keys()
         if tied and "lm_head.weight" not in self._targets:
             raise CheckpointError(
@@ -228,7 +232,7 @@ class WeightFiller:
         if names:
             some, hint = ", ".join(sorted(names)[:5]), "Is it an adapter of this model?"
             if any(map(self._tower.fullmatch, names)):
-                hint = f"Of a vision tower nothing is merged. {ADVICE}"
+                hint = f"An adapter cannot change the vision tower here. {ADVICE}"
             raise CheckpointError(
                 f"{path}: the decoder, or its checkpoint, has none of {len(names)} tensors that the adapter changes, "
                 f"among them {some}. {hint}"
@@ -323,7 +327,7 @@ def load_model(model: Any, path: str, adapter: str | None = None, extra: Collect
     Raises:
         CheckpointError: no or unreadable files; a tensor missing, unknown, duplicate or of another shape.
     """
-    filler = WeightFiller(model, extra, model.config.quant_method is None, adapter)
+    filler = WeightFiller(model, extra, model.config.quant_method is None, adapter, path)
     filler.fill_from_files(path)
     filler.check_complete(path)
     return filler.adapted

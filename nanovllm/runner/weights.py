@@ -158,7 +158,8 @@ class Weights:
     def begin_update(self, adapter: str | None, only: set[str] | None) -> None:
         """Every rank: no weight is written yet."""
         runner = self._runner
-        self._filler = WeightFiller(runner.model, extra_modules(runner.parts), adapter=adapter, only=only)
+        extra, base = extra_modules(runner.parts), runner.config.model_path
+        self._filler = WeightFiller(runner.model, extra, adapter=adapter, base=base, only=only)
 
     @torch.inference_mode()
     def load(self, weights: "str | SharedTensors | Iterable[tuple[str, torch.Tensor]]") -> None:
