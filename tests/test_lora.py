@@ -266,10 +266,10 @@ CONTRADICTIONS = {  # changes of the config of an adapter of rank 4 of all proje
     "one target": (dict(target_modules=["q_proj"]), "leaves out module '.*[kvo]_proj', and the adapter has tensors"),
     "no target": (dict(target_modules=[]), r"target_modules=\[\] leaves out module"),
     "part of a name": (dict(target_modules=["proj"]), "leaves out module"),
-    "more targets": (dict(target_modules=[*ATTENTION, "up_proj"]), "names module '.*0.mlp.up_proj', and .* no tensors"),
-    "head": (dict(target_modules=[*ATTENTION, "lm_head"]), "names module 'lm_head', and the adapter has no tensors"),
-    "embedding": (dict(target_modules=r".*self_attn.*proj|.*embed_tokens"), "names module 'model.embed_tokens', and"),
-    "all-linear": (dict(target_modules="all-linear"), "target_modules='all-linear' names module '.*mlp.down_proj'"),
+    "more targets": (dict(target_modules=[*ATTENTION, "up_proj"]), "names '.*0.mlp.up_proj', and .* no tensors"),
+    "head": (dict(target_modules=[*ATTENTION, "lm_head"]), "names 'lm_head', and the adapter has no tensors"),
+    "embedding": (dict(target_modules=r".*self_attn.*proj|.*embed_tokens"), "names 'model.embed_tokens', and"),
+    "all-linear": (dict(target_modules="all-linear"), "target_modules='all-linear' names '.*mlp.down_proj'"),
     "expression": (dict(target_modules=r".*\.[qk]_proj"), "leaves out module '.*[vo]_proj'"),
     "a start": (dict(target_modules=r".*self_attn"), "leaves out module"),
     "excluded": (dict(exclude_modules=["v_proj"]), r"exclude_modules=\['v_proj'\] leaves out module '.*v_proj'"),
@@ -310,6 +310,13 @@ def test_a_config_that_contradicts_the_tensors(adapters, make_llm, tmp_path, mon
         llm.update_weights(lora=copied(path, tmp_path, **changes))
         assert tokens(llm) == of_adapter
         llm.update_weights(lora=None)
+    factors = load_file(tmp_path / "adapter_model.safetensors")
+    save_file({name: x for name, x in factors.items() if "layers.1" in name}, tmp_path / "adapter_model.safetensors")
+    edit(tmp_path, layers_to_transform=[0, 1], target_modules=ATTENTION)
+    with pytest.raises(CheckpointError, match=r"layers_to_transform=\[0, 1\] names 'model.layers.0.self_attn"):
+        llm.update_weights(lora=tmp_path)
+    edit(tmp_path, layers_to_transform=None)  # a layer without tensors stays as it is, for PEFT, too
+    assert {name.split(".")[2] for name in llm.update_weights(lora=tmp_path)} == {"1"}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

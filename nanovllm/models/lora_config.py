@@ -91,6 +91,8 @@ class Targets:
     def check(self, ranks: dict[str, int], whole: Collection[str], base: Collection[str]) -> None:
         """Raise CheckpointError where the adapter has other tensors than PEFT would make by the config.
 
+        In some layers a target may lack tensors: PEFT leaves it as it is in the base.
+
         Args:
             ranks: of the modules that have factors.
             whole: names of the base's tensors that the adapter replaces.
@@ -103,17 +105,27 @@ class Targets:
             if rank not in (None, ranks[module]):
                 field = "r" if rank == config["r"] else "rank_pattern"
                 raise self._contradiction(field, f"gives rank {rank} to {module!r}, whose tensors have {ranks[module]}")
-        if config["target_modules"] is not None:
-            others = sorted(in_names_of(modules, base).difference(modules))
-            left_out = self._left_out(others)
-            for module in others:
-                if module not in left_out:
-                    text = f"names module {module!r}, and the adapter has no tensors of it"
-                    raise self._contradiction("target_modules", text)
+        self._check_all_there(modules, base)
         for name in config["modules_to_save"] or ():
             is_saved, is_there = (any(f".{name}." in f".{each}" for each in names) for names in (whole, base))
             if is_there and not is_saved:
                 raise self._contradiction("modules_to_save", f"names {name!r}, and the adapter has no tensors of it")
+
+    def _check_all_there(self, modules: list[str], base: Collection[str]) -> None:
+        """Raise CheckpointError: a target has tensors in no layer, or a layer of ``layers_to_transform`` has none."""
+        if self._config["target_modules"] is None:
+            return
+        kinds, layers = ({split(module)[i] for module in modules} for i in (1, 0))
+        has_layers = self._config["layers_to_transform"] not in (None, [])
+        others = [
+            other for other in sorted(in_names_of(modules, base))
+            if split(other)[1] not in kinds or (has_layers and split(other)[0] not in layers)
+        ]  # fmt: skip
+        left_out = self._left_out(others)
+        for module in others:
+            if module not in left_out:
+                field = "target_modules" if split(module)[1] not in kinds else "layers_to_transform"
+                raise self._contradiction(field, f"names {module!r}, and the adapter has no tensors of such modules")
 
     def numbers(self, field: str, default: str, modules: list[str]) -> dict[str, Any]:
         """The number of the first pattern that names a module, else the value of field ``default``."""
@@ -168,6 +180,12 @@ class Targets:
             f"{self._file}: {field}={self._config[field]!r:.300} {text}. Save the adapter by PEFT again, or correct "
             "the file."
         )
+
+
+def split(module: str) -> tuple[str, str]:
+    """The layer of a module, and the module's name in there."""
+    match = re.match(r"(.*?layers\.\d+)\.(.+)", module)
+    return (match[1], match[2]) if match else ("", module)
 
 
 def in_names_of(modules: list[str], base: Collection[str]) -> set[str]:
