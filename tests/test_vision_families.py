@@ -242,6 +242,24 @@ def test_an_update_of_the_tower_alone_or_last(trained):
         assert answers(llm) == old  # nothing was written
 
 
+@pytest.mark.gpu
+def test_the_tower_sleeps_and_is_updated_on_a_gpu(trained):
+    """Its MLPs are padded there; the answers are those of a new engine."""
+    path, _, new_path, model, _ = trained
+    with engine(new_path, device="cuda") as llm:
+        expected = answers(llm)
+    with engine(path, device="cuda") as llm:
+        before = answers(llm)
+        tower = next(part.module for part in llm.model_runner.parts if part.module is not None)
+        for level in (1, 2):
+            llm.sleep(level)
+            assert not any(param.untyped_storage().nbytes() for param in tower.parameters())
+            llm.wake_up()
+            if level == 2:
+                llm.update_weights(model.named_parameters())
+            assert answers(llm) == (before if level == 1 else expected)
+
+
 @pytest.mark.parametrize("form", ["lora", "modules_to_save"])
 def test_adapters_of_the_tower_are_refused(form, trained, tmp_path):
     """They were taken as if they had changed the decoder alone; also names that no model has."""
