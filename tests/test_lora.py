@@ -28,6 +28,16 @@ ADAPTERS = {  # case -> arguments of LoraConfig
     "whole modules": dict(r=2, lora_alpha=9, target_modules=["v_proj"], modules_to_save=["lm_head", "input_layernorm"]),
     "embedding and head": dict(r=2, lora_alpha=30, target_modules=["embed_tokens", "lm_head", "q_proj"]),
     "fan_in_fan_out": dict(r=2, lora_alpha=30, target_modules=["o_proj"], fan_in_fan_out=True),
+    "layers": dict(
+        r=2, lora_alpha=30, target_modules=["q_proj", "up_proj", "model.layers.0.mlp.down_proj"],
+        layers_to_transform=[1, 7], layers_pattern=["h", "layers"],
+    ),
+    "excluded": dict(r=2, lora_alpha=30, target_modules="all-linear", exclude_modules=["k_proj", "0.mlp.up_proj"]),
+    "expressions": dict(
+        r=2, lora_alpha=30, target_modules=r"(?i).*\.(Q|K|DOWN)_PROJ|nothing",
+        exclude_modules=r"model\.layers\.0\.mlp\..*",
+        rank_pattern={"^model.layers.1.self_attn.k_proj": 3, "nothing": 9}, alpha_pattern={"nothing": 9},
+    ),
 }
 
 
@@ -54,6 +64,14 @@ def train(base_path, path, seed=0, **config):
 def edit(path, **changes):
     file = Path(path, "adapter_config.json")
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def copied(path, to, **changes):
+    """A copy of an adapter, with changes of its config."""
+    for file in Path(path).iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    edit(to, **changes)
+    return to
 
 
 def write(path, factors):
@@ -236,11 +254,69 @@ REFUSED = {  # case -> changes of adapter_config.json, error
 def test_what_is_refused_by_name(case, adapters, make_llm, tmp_path, monkeypatch):
     monkeypatch.setattr("nanovllm.utils.patterns.SECONDS", 1.0)
     base, made = adapters
-    for file in Path(made["attention"][0]).iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    edit(tmp_path, **REFUSED[case][0])
+    copied(made["attention"][0], tmp_path, **REFUSED[case][0])
     with pytest.raises(CheckpointError, match=REFUSED[case][1]):
         make_llm(model=base, lora=str(tmp_path))
+
+
+CONTRADICTIONS = {  # changes of the config of an adapter of rank 4 of all projections of attention -> error
+    "rank": (dict(r=5), "r=5 gives rank 5 to 'model.layers.0.self_attn.._proj', whose tensors have 4"),
+    "no pattern": (dict(r=5, rank_pattern={"q_proj": 4}), "r=5 gives rank 5 to 'model.layers.0.self_attn.[kvo]_proj'"),
+    "pattern": (dict(rank_pattern={r"layers\.1\..*k_proj": 2}), "rank_pattern=.* gives rank 2 to '.*1.self_attn.k_pro"),
+    "one target": (dict(target_modules=["q_proj"]), "leaves out module '.*[kvo]_proj', and the adapter has tensors"),
+    "no target": (dict(target_modules=[]), r"target_modules=\[\] leaves out module"),
+    "part of a name": (dict(target_modules=["proj"]), "leaves out module"),
+    "more targets": (dict(target_modules=[*ATTENTION, "up_proj"]), "names '.*0.mlp.up_proj', and .* no tensors"),
+    "head": (dict(target_modules=[*ATTENTION, "lm_head"]), "names 'lm_head', and the adapter has no tensors"),
+    "embedding": (dict(target_modules=r".*self_attn.*proj|.*embed_tokens"), "names 'model.embed_tokens', and"),
+    "all-linear": (dict(target_modules="all-linear"), "target_modules='all-linear' names '.*mlp.down_proj'"),
+    "expression": (dict(target_modules=r".*\.[qk]_proj"), "leaves out module '.*[vo]_proj'"),
+    "a start": (dict(target_modules=r".*self_attn"), "leaves out module"),
+    "excluded": (dict(exclude_modules=["v_proj"]), r"exclude_modules=\['v_proj'\] leaves out module '.*v_proj'"),
+    "excluded layer": (dict(exclude_modules=r".*layers\.1\..*"), "exclude_modules=.* leaves out module '.*layers.1"),
+    "saved": (dict(modules_to_save=["o_proj"]), r"modules_to_save=.* leaves out module '.*o_proj'"),
+    "not saved": (dict(modules_to_save=["input_layernorm"]), "names 'input_layernorm', and the adapter has no tensors"),
+    "layer": (dict(layers_to_transform=0), "layers_to_transform=0 leaves out module 'model.layers.1"),
+    "layers": (dict(layers_to_transform=[1, 2]), r"layers_to_transform=\[1, 2\] leaves out module 'model.layers.0"),
+    "pattern of layers": (dict(layers_to_transform=[0, 1], layers_pattern="h"), "layers_to_transform=.* leaves out"),
+    "layers of an expression": (dict(target_modules=".*", layers_to_transform=1), "needs a list of target_modules"),
+    "no layers": (dict(layers_pattern="layers"), "needs a list of target_modules, and layers_to"),
+    "no expression": (dict(target_modules="(q_proj"), "target_modules has the regular expression"),
+    "slow": (dict(exclude_modules=r"(([a-z.0-9_]*)*)*!"), "exclude_modules has regular expressions that take more"),
+    "number": (dict(target_modules=5), "target_modules=5 must be a string, a list of strings or None"),
+    "numbers": (dict(exclude_modules=[5]), "exclude_modules=.* must be a string, a list of strings or None"),
+    "string": (dict(modules_to_save="lm_head"), "modules_to_save='lm_head' must be a list of strings or None"),
+    "no layer": (dict(layers_to_transform=[-1]), "layers_to_transform=.* must be a layer, a list of layers or None"),
+    "rank 0": (dict(rank_pattern={"q_proj": 0}), "rank_pattern=.* must be an object of integers >= 1"),
+}
+
+
+def test_a_config_that_contradicts_the_tensors(adapters, make_llm, tmp_path, monkeypatch):
+    """It was merged as its tensors said, with a scale that nobody had trained; the engine keeps its weights."""
+    monkeypatch.setattr("nanovllm.utils.patterns.SECONDS", 1.0)
+    base, made = adapters
+    path, of_adapter = made["attention"]
+    llm = make_llm(model=base)
+    before = tokens(llm)
+    for case, (changes, message) in CONTRADICTIONS.items():
+        copied(path, tmp_path, **changes)
+        with pytest.raises(CheckpointError, match=message):
+            llm.update_weights(lora=tmp_path)
+            pytest.fail(case)
+    with pytest.raises(CheckpointError, match="must be an object of integers"):
+        make_llm(model=base, lora=tmp_path)
+    assert tokens(llm) == before
+    for changes in (dict(layers_to_transform=[0, 1]), dict(target_modules=None), dict(target_modules=".*self_attn.+")):
+        llm.update_weights(lora=copied(path, tmp_path, **changes))
+        assert tokens(llm) == of_adapter
+        llm.update_weights(lora=None)
+    factors = load_file(tmp_path / "adapter_model.safetensors")
+    save_file({name: x for name, x in factors.items() if "layers.1" in name}, tmp_path / "adapter_model.safetensors")
+    edit(tmp_path, layers_to_transform=[0, 1], target_modules=ATTENTION)
+    with pytest.raises(CheckpointError, match=r"layers_to_transform=\[0, 1\] names 'model.layers.0.self_attn"):
+        llm.update_weights(lora=tmp_path)
+    edit(tmp_path, layers_to_transform=None)  # a layer without tensors stays as it is, for PEFT, too
+    assert {name.split(".")[2] for name in llm.update_weights(lora=tmp_path)} == {"1"}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -10,8 +10,12 @@ import vision_families
 from vision_families import END, IMAGE, START, Twin, image
 
 from nanovllm import LLM, RequestError, SamplingParams
+from nanovllm.distributed.group import SINGLE_RANK
 from nanovllm.engine.images import loading
 from nanovllm.engine.images.attachment import content_ids
+from nanovllm.models.config_reader import read_model_config
+from nanovllm.models.decoder import CausalLM
+from nanovllm.models.loader import load_model
 from nanovllm.models.vision import VisionConfig
 from nanovllm.models.vision_tower import VisionTower
 
@@ -221,12 +225,19 @@ def test_a_sampled_placeholder_is_text(checkpoint):
 
 
 def test_padded_mlps(tmp_path):
-    """A GPU's products have more units than the checkpoint, and the same results."""
+    """A GPU's products have more units than the checkpoint, and the same results; also those of new weights."""
     vision_families.make_checkpoint("qwen2_5_vl", tmp_path)
-    tower = VisionTower(VisionConfig.read(str(tmp_path)), str(tmp_path), torch.float32)
-    tower.load(str(tmp_path))
+    path = str(tmp_path)
+    tower, other = (VisionTower(VisionConfig.read(path), path, torch.float32) for _ in range(2))
+    decoder = CausalLM(read_model_config(path), None, SINGLE_RANK)
+    load_model(decoder, path, extra=[tower])
     pixels = [{"pixel_values": torch.randn(48, 96), "image_grid_thw": torch.tensor([[1, 8, 6]])}]
     expected = tower(pixels)
     tower.pad_mlps()
     assert tower.model.visual.blocks[0].mlp.up_proj.weight.shape == (64, 32)
     torch.testing.assert_close(tower(pixels), expected)
+    other.pad_mlps()
+    for param in other.parameters():
+        param.fill_(torch.nan)  # as memory may be after ``sleep(2)``
+    load_model(decoder, path, extra=[other])
+    torch.testing.assert_close(other(pixels), expected)

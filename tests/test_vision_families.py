@@ -13,7 +13,7 @@ from helpers import generate_with_logits, needs, refuses, tokens_of
 from safetensors.torch import load_file, save_file
 from vision_families import END, FAMILIES, IMAGE, LAST_END, ROW_END, START, Twin, image
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, CheckpointError, EngineError, SamplingParams
 from nanovllm.models.vision import VisionConfig
 from nanovllm.models.vision_tower import VisionTower
 
@@ -39,9 +39,9 @@ def engine(path, **options):
     return LLM(str(path), **options)
 
 
-def made(family, tmp_path_factory):
+def made(family, tmp_path_factory, seed=0):
     path = tmp_path_factory.mktemp(family)
-    return str(path), Twin(vision_families.make_checkpoint(family, path), path)
+    return str(path), Twin(vision_families.make_checkpoint(family, path, seed), path)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -76,10 +76,18 @@ def test_tokens_are_those_of_transformers(checkpoint, options):
 
 @pytest.mark.parametrize("family", ["gemma3", "mistral3", "qwen2_vl"])
 def test_two_ranks(family, tmp_path_factory):
+    """Rank 0 has the tower, and takes its new weights from files and from pairs."""
     path, twin = made(family, tmp_path_factory)
+    new_path, new = made(family, tmp_path_factory, seed=1)
+    old_tokens, new_tokens = ([each.greedy(*prompt, N) for prompt in PROMPTS] for each in (twin, new))
     with engine(path, tensor_parallel_size=2, max_num_batched_tokens=30, max_num_seqs=8) as llm:
-        found = tokens_of(llm.generate([given(*each) for each in PROMPTS], GREEDY, use_tqdm=False))
-    assert found == [twin.greedy(ids, images, N) for ids, images in PROMPTS]
+        assert answers(llm) == old_tokens
+        llm.update_weights(new_path)
+        assert answers(llm) == new_tokens
+        llm.sleep(2)
+        llm.wake_up()
+        llm.update_weights(twin.model.named_parameters())
+        assert answers(llm) == old_tokens
 
 
 def test_logits_are_those_of_transformers(checkpoint):
@@ -158,6 +166,166 @@ def test_published_fields(architecture, fields, expected, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], **fields}))
     vision = VisionConfig.read(str(tmp_path), is_dummy=True)
     assert vision[1:6] == expected  # from the placeholder to the tokens of an image
+
+
+# ---------------------------------------------------------------- new weights of the tower
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def trained(request, tmp_path_factory):
+    """Directory of a checkpoint; directory, transformers' model and answers of another one of the same shape."""
+    path, twin = made(request.param, tmp_path_factory, seed=0)
+    new_path, new = made(request.param, tmp_path_factory, seed=1)
+    return path, [twin.greedy(ids, images, N) for ids, images in PROMPTS], new_path, new.model, [
+        new.greedy(ids, images, N) for ids, images in PROMPTS
+    ]  # fmt: skip
+
+
+def answers(llm):
+    return tokens_of(llm.generate([given(*each) for each in PROMPTS], GREEDY, use_tqdm=False))
+
+
+def tower_of(model):
+    """The parameters of transformers' model that belong to its tower and projector, by their names in memory."""
+    return {name: param for name, param in model.named_parameters() if re.search("visual|vision_tower|multi_mod", name)}
+
+
+def test_update_weights_takes_the_tower(trained):
+    """It kept its weights, so that a path gave one checkpoint's decoder behind the other's tower.
+
+    By path, by names in memory in float64, and by published names; the images are in the prefix cache each time.
+    """
+    path, old, new_path, model, new = trained
+    published = load_file(f"{path}/model.safetensors")
+    with engine(path) as llm:
+        assert answers(llm) == answers(llm) == old != new
+        names = llm.update_weights(new_path)
+        assert answers(llm) == new
+        assert llm.update_weights(reversed(published.items())) == names
+        assert answers(llm) == old
+        llm.update_weights((name, param.double()) for name, param in model.named_parameters())
+        assert answers(llm) == new
+        assert llm.update_weights(lora=None) == names  # none of them is the checkpoint's
+        assert answers(llm) == old
+
+
+def test_an_update_of_the_tower_alone_or_last(trained):
+    """``partial`` takes it in pieces; without it, and after ``sleep(2)``, its tensors are missed like others."""
+    path, old, _, model, new = trained
+    tower = tower_of(model)
+    with engine(path) as llm:
+        assert answers(llm) == old
+        for name, param in tower.items():
+            llm.update_weights({name: param}, partial=True)
+        mixed = answers(llm)
+        assert mixed not in (old, new)
+        rest = [(name, param) for name, param in model.named_parameters() if name not in tower]
+        llm.update_weights(rest, partial=True)
+        assert answers(llm) == new
+        llm.sleep(2)
+        llm.wake_up()
+        llm.update_weights(iter(rest), partial=True)
+        first = min(name.replace("vision_tower.vision_model.", "vision_tower.") for name in tower)
+        missing = f"{len(tower)} tensors are missing, among them {first}"
+        with pytest.raises(EngineError, match=f"dropped by sleep.* {missing}"):
+            answers(llm)
+        llm.update_weights(tower, partial=True)
+        assert answers(llm) == new
+        with pytest.raises(CheckpointError, match=f"{missing}.*partial=True"):
+            llm.update_weights(rest)
+        with pytest.raises(CheckpointError, match=r"'visual\.nothing' is twice there, or unknown"):
+            llm.update_weights({"visual.nothing": torch.zeros(1)}, partial=True)
+        llm.update_weights(path)
+        assert answers(llm) == old
+        with pytest.raises(CheckpointError, match=r"has shape \[3, 3\], expected \["):
+            llm.update_weights({first: torch.zeros(3, 3)}, partial=True)
+        assert answers(llm) == old  # nothing was written
+
+
+@pytest.mark.gpu
+def test_the_tower_sleeps_and_is_updated_on_a_gpu(trained):
+    """Its MLPs are padded there; the answers are those of a new engine."""
+    path, _, new_path, model, _ = trained
+    with engine(new_path, device="cuda") as llm:
+        expected = answers(llm)
+    with engine(path, device="cuda") as llm:
+        before = answers(llm)
+        tower = next(part.module for part in llm.model_runner.parts if part.module is not None)
+        for level in (1, 2):
+            llm.sleep(level)
+            assert not any(param.untyped_storage().nbytes() for param in tower.parameters())
+            llm.wake_up()
+            if level == 2:
+                llm.update_weights(model.named_parameters())
+            assert answers(llm) == (before if level == 1 else expected)
+
+
+@pytest.mark.parametrize("form", ["lora", "modules_to_save"])
+def test_adapters_of_the_tower_are_refused(form, trained, tmp_path):
+    """They were taken as if they had changed the decoder alone; also names that no model has."""
+    path, _, _, model, _ = trained
+    matrices = {name: param for name, param in model.named_parameters() if param.ndim == 2}
+    decoder = next(name for name in matrices if "q_proj" in name and "vision" not in name)
+    names = [name for name in tower_of(model) if name in matrices and name.endswith(".weight")]
+    shapes = {name: matrices[name].shape for name in (names[0], names[-1], decoder)} | {"visual.nothing.weight": (4, 6)}
+    taken = f"base_model.model.{decoder}", torch.zeros(shapes.pop(decoder))
+
+    def tensors(name, shape):
+        if form == "modules_to_save":
+            return {name: torch.zeros(shape)}
+        factors = {"A": torch.zeros(2, shape[1]), "B": torch.zeros(shape[0], 2)}
+        return {name.replace("weight", f"lora_{letter}.weight"): factor for letter, factor in factors.items()}
+
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with engine(path) as llm:
+        for name, shape in shapes.items():
+            given = {f"base_model.model.{name}": x for name, x in tensors(name, shape).items()}
+            save_file(dict([taken]) | given, tmp_path / "adapter_model.safetensors")
+            here = name.replace("vision_tower.vision_model.", "vision_tower.")
+            for refuse in (lambda: llm.update_weights(lora=tmp_path), lambda: engine(path, lora=tmp_path)):
+                with pytest.raises(CheckpointError, match=f"none of 1 tensors that the .*{here}.*merge_and_unload"):
+                    refuse()
+        answers(llm)  # nothing was written
+        save_file(dict([taken]), tmp_path / "adapter_model.safetensors")
+        assert len(llm.update_weights(lora=tmp_path)) == 1
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about PEFT
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_adapters_of_the_decoder(family, tmp_path_factory, tmp_path):
+    """PEFT names their modules as they are in memory, and the published tensors have other names."""
+    import peft
+
+    path, twin = made(family, tmp_path_factory)
+    options = {"target_modules": "all-linear", "exclude_modules": r".*(visual|vision_tower).*"}
+    config = peft.LoraConfig(r=2, lora_alpha=6, **options)
+    adapted = peft.get_peft_model(twin.model, config)
+    for name, param in adapted.named_parameters():
+        if "lora_" in name:
+            param.data.normal_(0, 0.2, generator=torch.Generator().manual_seed(len(name)))
+    adapted.save_pretrained(tmp_path)
+    twin.model = adapted.merge_and_unload()
+    expected = [twin.greedy(*prompt, N) for prompt in PROMPTS]
+    with engine(path, lora=tmp_path) as llm:
+        assert answers(llm) == expected
+        llm.update_weights(lora=None)
+        assert answers(llm) != expected
+
+
+def test_features_of_an_aborted_request_are_forgotten(trained):
+    """Those of an image whose last tokens were to come with the next launch are the old tower's."""
+    path, _, new_path, _, _ = trained
+    prompt = given([IMAGE, 9, 8], [image(64, 64, 7)])  # 64 tokens, or Gemma's 16
+    options = {"max_num_batched_tokens": 20, "max_num_seqs": 4, "enable_prefix_caching": False}
+    with engine(new_path, **options) as llm:
+        (expected,) = tokens_of(llm.generate([prompt], GREEDY, use_tqdm=False))
+    with engine(path, **options) as llm:
+        request = llm.add_request(prompt, GREEDY)
+        llm.step()
+        llm.abort(request)
+        llm.update_weights(new_path)
+        assert tokens_of(llm.generate([prompt], GREEDY, use_tqdm=False)) == [expected]
 
 
 # ---------------------------------------------------------------- Gemma 3

@@ -7,7 +7,7 @@
 
 from typing import Any
 
-from nanovllm.models.families import Family
+from nanovllm.models.families import TOWER, Family
 
 QWEN: dict[str, Any] = {
     "windows": "late", "reads": ("sliding_window", "use_sliding_window"),
@@ -36,7 +36,8 @@ POST = (("post_attention_layernorm", "mixer_post_norm"), ("post_feedforward_laye
 EPS = {"rms_norm_eps": 1e-5}
 OLMO2 = Family(qk_norm="full", pre_norm=False, post_norm=True, defaults=EPS, renamed=POST)
 VISION: dict[str, Any] = {
-    "renamed": (("language_model.", ""),), "skipped": r".*(vision_tower|multi_modal_projector|visual)\..*",
+    # transformers has one module less around SigLIP since version 5
+    "renamed": (("language_model.", ""), ("vision_tower.vision_model.", "vision_tower.")), "tower": TOWER,
 }  # fmt: skip
 QWEN2_VL = Family(
     qkv_bias=True, o_bias=False, windows="late", reads=QWEN["reads"],
@@ -69,7 +70,7 @@ QWEN3_NEXT_MOE: dict[str, Any] = {
 }  # fmt: skip
 QWEN3_5 = QWEN3_NEXT._replace(
     groups_delta_inputs=False,
-    renamed=(("language_model.", ""), (".conv1d.weight", ".conv_weight")), skipped=r"mtp\..*|model\.visual\..*"
+    renamed=(("language_model.", ""), (".conv1d.weight", ".conv_weight")), skipped=r"mtp\..*", tower=TOWER,
 )
 
 MODELS = {
@@ -123,9 +124,7 @@ MODELS = {
         renamed=GEMMA_NORMS,
     ),
     "Gemma3ForCausalLM": GEMMA3,
-    "Gemma3ForConditionalGeneration": GEMMA3._replace(
-        renamed=(("language_model.", ""), *GEMMA3.renamed), skipped=r".*(vision_tower|multi_modal_projector)\..*"
-    ),
+    "Gemma3ForConditionalGeneration": GEMMA3._replace(renamed=VISION["renamed"] + GEMMA3.renamed, tower=TOWER),
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": OLMO2._replace(
         windows="pattern", plain_window_rope=True, reads=("sliding_window",),

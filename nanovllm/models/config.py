@@ -140,9 +140,10 @@ class ModelConfig:
         """(in the checkpoint, here) parts of tensor names, replaced in this order."""
         return self.family.renamed + RENAMED_TENSORS * (self.fp8 is not None)
 
-    def unused_tensors(self) -> str:
+    def unused_tensors(self, has_tower: bool = False) -> str:
         """A regular expression of the tensors that checkpoints may hold and the model does without."""
         unused = [r".*rotary_emb\.inv_freq", self.family.skipped or r"(?!)"]
+        unused += [self.family.tower] * (not has_tower and self.family.tower != "")
         unused += [rf"model\.layers\.{self.num_hidden_layers + i}\..*" for i in range(self.num_nextn_predict_layers)]
         unused += [UNUSED_TENSORS] * (self.fp8 is not None)
         has_no_lm_head = self.tie_word_embeddings or not self.has_lm_head  # one that is there is the embedding's copy

@@ -4,6 +4,8 @@ from typing import Any, NamedTuple
 
 from nanovllm.validation import by_field
 
+TOWER = r"(?:model\.)?(?:visual|vision_tower|multi_modal_projector)\..+"  # tensors of vision towers and projectors
+
 
 class Family(NamedTuple):
     """How an architecture differs from Llama's: pre-norm, gated MLP, rotary halves, full attention."""
@@ -43,7 +45,8 @@ class Family(NamedTuple):
     reads: tuple[str, ...] = ()  # fields of ``SWITCHES`` that this family honours
     defaults: dict[str, Any] = {}  # noqa: RUF012 (read only)  # fields that published files leave out
     renamed: tuple[tuple[str, str], ...] = ()  # (in the checkpoint, here) parts of tensor names, replaced in this order
-    skipped: str = ""  # regular expression of the names of tensors that are not part of the decoder
+    skipped: str = ""  # regular expression of the names of tensors that are used by nothing here
+    tower: str = ""  # regular expression of the names of tensors of the vision tower; "" has none
 
 
 # Fields that change the numbers in some families, here or in transformers, but no tensor -> values without effect, as

@@ -6,7 +6,7 @@ stands beside its layer (``weight_loader``).
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ from nanovllm.layers.packed_weights import ALL_KINDS, PackedTensors, check_in_or
 from nanovllm.layers.quantization import Scales, dequantized_mxfp4, quantized, read_kv_scales
 from nanovllm.layers.weight_loader import CheckpointTensor, copy_shard
 from nanovllm.models.lora import Change, read_adapter
+from nanovllm.models.lora_config import ADVICE
 from nanovllm.models.packed_config import scheme_of
 from nanovllm.models.quantization_config import EXPERT_PARTS, KV_SCALES, PackedInts
-from nanovllm.utils.checkpoint import open_tensors, read_json
+from nanovllm.utils.checkpoint import open_tensors, read_json, tensor_names
 
 DIGEST_ROWS = 4096  # of an LM head, or of the embedding that it is said to be, in memory at once
 DUMMY_STD = 0.02  # of random weights, as transformers initialises
@@ -40,16 +41,22 @@ class WeightFiller:
     An FP8 weight is filled by FP8 data and its scale, or by a 16-bit tensor, which is quantized and counts as both.
 
     Args:
+        extra: modules that the checkpoint has beside the decoder, with their names there: its vision tower. Without
+            them their tensors are passed over.
         quantizes: False: a 16-bit tensor for an FP8 weight is an error.
         adapter: directory of a PEFT adapter, which is merged into the tensors.
+        base: directory of the checkpoint that the tensors of a merge are from.
         only: checkpoint tensors to fill beside the adapter's, by their names here; None: all.
     """
 
-    def __init__(self, model: Any, quantizes: bool = True, adapter: str | None = None, only: set[str] | None = None):
+    def __init__(self, model: Any, extra: Collection[nn.Module] = (), quantizes: bool = True,
+                 adapter: str | None = None, base: str = "", only: set[str] | None = None):
         config = model.config
         self._quantizes, self._renamed = quantizes, config.renamed_tensors()
-        self._unused = re.compile(config.unused_tensors())
+        self.unused = re.compile(config.unused_tensors(has_tower=len(extra) > 0))
         params: dict[str, nn.Parameter] = dict(model.named_parameters())
+        of_extra = {self._renamed_here(name): param for module in extra for name, param in module.named_parameters()}
+        self._tower, params = re.compile(config.family.tower or "(?!)"), params | of_extra
         packed: dict[str, tuple[str, Any]] = {}
         for module in model.modules():
             packed |= getattr(module, "packed_modules_mapping", {})
@@ -66,13 +73,13 @@ class WeightFiller:
             name.removesuffix(".attn"): module for name, module in model.named_modules()
             if hasattr(module, "set_kv_scale")
         }  # fmt: skip
-        # of the decoder: checkpoints of a decoder alone have them at the top
-        self._parts_of_decoder = {name.split(".")[1] for name in params if name.startswith("model.")}
+        # checkpoints of a decoder alone have them at the top
+        self._parts_of_model = {name.split(".")[1] for name in params if name.startswith("model.")}
         is_tied = config.tie_word_embeddings and config.has_lm_head
         self._embedding = model.model.embed_tokens if is_tied else None
         self._head_digests: torch.Tensor | None = None
         self.device = str(next(iter(params.values())).device)
-        self._adapter, self._changes = adapter, {} if adapter is None else self._read_adapter(adapter)
+        self._adapter, self._changes = adapter, {} if adapter is None else self._read_adapter(adapter, base)
         names = {part for name in self._changes for part in self._targets[name][2]}
         # Checkpoint tensors, by their names here:
         self.adapted = names | {f"{name}_scale" for name in names} & set(self._targets)  # the adapter changes them
@@ -86,7 +93,7 @@ class WeightFiller:
 
     def fill(self, tensor: CheckpointTensor, source: str) -> None:
         """Raises CheckpointError, with nothing written: unknown, there before, or of another shape."""
-        if self._unused.fullmatch(self._whole_name(tensor.name)):
+        if self.unused.fullmatch(self._whole_name(tensor.name)):
             # with ``only``, it is the checkpoint that was compared at the start
             if self._embedding is not None and tensor.name.endswith("lm_head.weight") and self._only is None:
                 (N, C), size = self._embedding.weight.shape, self._embedding.tp.size
@@ -197,33 +204,38 @@ class WeightFiller:
         return self._waiting.pop(module) if come.keys() == kinds else None
 
     def _whole_name(self, name: str) -> str:
-        return f"model.{name}" if name.partition(".")[0] in self._parts_of_decoder else name
+        return f"model.{name}" if name.partition(".")[0] in self._parts_of_model else name
 
     def _name_here(self, name: str) -> str:
-        name = self._whole_name(name)
+        return self._renamed_here(self._whole_name(name))
+
+    def _renamed_here(self, name: str) -> str:
         for old, new in self._renamed:
             name = name.replace(old, new)
         return name
 
-    def _read_adapter(self, path: str) -> dict[str, Change]:
+    def _read_adapter(self, path: str, base: str) -> dict[str, Change]:
         """An adapter's changes by the names of tensors here."""
-        changes = {self._name_here(name): change for name, change in read_adapter(path, self.device).items()}
+        names = [name for file in _weight_files(Path(base)) for name in tensor_names(file)]
+        names = [name for name in names if not self.unused.fullmatch(self._whole_name(name))]
+        changes = {self._name_here(name): change for name, change in read_adapter(path, self.device, names).items()}
         tied = {"lm_head.weight", "model.embed_tokens.weight"} & changes.keys()
         if tied and "lm_head.weight" not in self._targets:
             raise CheckpointError(
                 f"{path} changes {' and '.join(sorted(tied))}, which are one tensor in this model. Train the adapter "
                 "without them, or merge it by PEFT and save a model whose embeddings are not tied."
             )
-        known = {name: change for name, change in changes.items() if name in self._targets}
-        self._check_used({name for name in changes.keys() - known.keys() if not self._unused.fullmatch(name)}, path)
-        return known
+        self._check_used({name for name in changes if name not in self._targets or self._tower.fullmatch(name)}, path)
+        return changes
 
     def _check_used(self, names: set[str], path: str) -> None:
         if names:
-            some = ", ".join(sorted(names)[:5])
+            some, hint = ", ".join(sorted(names)[:5]), "Is it an adapter of this model?"
+            if any(map(self._tower.fullmatch, names)):
+                hint = f"An adapter cannot change the vision tower here. {ADVICE}"
             raise CheckpointError(
-                f"{path}: the model, or its checkpoint, has none of {len(names)} tensors that the adapter changes, "
-                f"among them {some}. Is it an adapter of this model?"
+                f"{path}: the decoder, or its checkpoint, has none of {len(names)} tensors that the adapter changes, "
+                f"among them {some}. {hint}"
             )
 
     def fill_from_files(self, path: str | Path) -> None:
@@ -306,8 +318,8 @@ def _parts(name: str, param: nn.Parameter, packed: dict[str, tuple[str, Any]]) -
     return shards or [(name, None)]
 
 
-def load_model(model: Any, path: str, adapter: str | None = None) -> set[str]:
-    """Fill ``model`` from the safetensors files in directory ``path``.
+def load_model(model: Any, path: str, adapter: str | None = None, extra: Collection[nn.Module] = ()) -> set[str]:
+    """Fill ``model``, and the modules of ``extra``, from the safetensors files in directory ``path``.
 
     Returns:
         The checkpoint tensors that the adapter in directory ``adapter`` has changed.
@@ -315,7 +327,7 @@ def load_model(model: Any, path: str, adapter: str | None = None) -> set[str]:
     Raises:
         CheckpointError: no or unreadable files; a tensor missing, unknown, duplicate or of another shape.
     """
-    filler = WeightFiller(model, model.config.quant_method is None, adapter)
+    filler = WeightFiller(model, extra, model.config.quant_method is None, adapter, path)
     filler.fill_from_files(path)
     filler.check_complete(path)
     return filler.adapted

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from nanovllm.errors import CheckpointError, RequestError
+from nanovllm.models.families import TOWER
 from nanovllm.utils.checkpoint import read_json, tensor_names
 from nanovllm.validation import Rule, at_least, by_field, check, check_all, integer, list_of, optional
 
@@ -25,8 +26,6 @@ SMALL = integer("an integer from 1 to 4096", lambda n: 1 <= n <= 4096)
 RULES = by_field(("image_token_id", at_least(0)),
                  ("spatial_merge_size patch_size temporal_patch_size mm_tokens_per_image", SMALL),
                  ("image_size", integer("an integer from 0 to 4096", lambda n: 0 <= n <= 4096)))  # fmt: skip
-# In checkpoints, of the tower and the projector behind it.
-TENSORS = re.compile(r"(?:model\.)?((?:visual|vision_tower|multi_modal_projector)\..+)")
 INDEXES = list_of(at_least(0), "a list of layers")
 
 
@@ -113,7 +112,7 @@ class VisionConfig(NamedTuple):
         if family is None or not raw.get("vision_config"):
             return None
         names = [name for file in sorted(Path(model_path).glob("*.safetensors")) for name in tensor_names(file)]
-        if not is_dummy and not any(map(TENSORS.fullmatch, names)):
+        if not is_dummy and not any(re.fullmatch(TOWER, name) for name in names):
             return None  # its language model was saved alone
         vision = check("config.json", "vision_config", raw["vision_config"], OBJECT, CheckpointError)
         text = check("config.json", "text_config", raw.get("text_config") or raw, OBJECT, CheckpointError)

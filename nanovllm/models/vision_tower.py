@@ -1,20 +1,19 @@
-"""The vision tower of a checkpoint: transformers' model without its layers of text, filled by the checkpoint's tensors.
+"""The vision tower of a checkpoint: transformers' model without its layers of text. ``loader.py`` fills it.
 
 A tower turns images into features of the language model's hidden size, one row for each of their tokens. Further
 columns are added to the outputs of its first layers (deepstack, arXiv:2406.04334).
 """
 
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.errors import CheckpointError
-from nanovllm.models.vision import TENSORS, VisionConfig
-from nanovllm.utils.checkpoint import LOADING_LOCK, open_tensors
+from nanovllm.layers.weight_loader import CheckpointTensor, copy_shard
+from nanovllm.models.vision import VisionConfig
+from nanovllm.utils.checkpoint import LOADING_LOCK
 
 DUMMY_STD = 0.02
 SIZES = ("image_grid_thw", "image_sizes")  # of images, by either name
@@ -98,32 +97,11 @@ class VisionTower(nn.Module):
         patch = next(iter(self.model.visual.patch_embed.parameters()))[0].numel()
         return {"pixel_values": torch.zeros(int(grid.prod()), patch, device=device), "image_grid_thw": grid}
 
-    def load(self, model_path: str) -> None:
-        """Fill it from the safetensors files: every parameter once, every tensor of the tower used."""
-        left = {_plain(name): param for name, param in self.model.named_parameters()}
-        for file in sorted(Path(model_path).glob("*.safetensors")):
-            with open_tensors(file, "pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (no mapping)
-                    if (match := TENSORS.fullmatch(name)) is None:
-                        continue
-                    param = left.pop(_plain(match[1]), None)
-                    if param is None:
-                        raise CheckpointError(f"{file}: {name} is no tensor of this vision tower, or comes twice.")
-                    tensor = tensors.get_tensor(name)
-                    if tensor.shape != param.shape or not tensor.is_floating_point() or tensor.itemsize < 2:
-                        raise CheckpointError(
-                            f"{file}: {name} is {tensor.dtype} {list(tensor.shape)}; the vision tower takes 16 or 32 "
-                            f"bits and {list(param.shape)}."
-                        )
-                    param.copy_(tensor)
-        if left:
-            raise CheckpointError(f"{model_path} lacks tensors of its vision tower: {', '.join(list(left)[:5])}.")
-
     @torch.no_grad()
     def pad_mlps(self) -> None:
         """Pad gated MLPs with zeros to multiples of 64 units: tensor cores take other sizes at half their rate.
 
-        Qwen2.5-VL's have 3,420.
+        Qwen2.5-VL's have 3,420. Their checkpoint tensors are padded as they are loaded.
         """
         for mlp in self.model.modules():
             if not all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")):
@@ -132,9 +110,9 @@ class VisionTower(nn.Module):
             for name, padding in (("gate_proj", (0, 0, 0, missing)), ("up_proj", (0, 0, 0, missing)),
                                   ("down_proj", (0, missing))):  # fmt: skip
                 linear = getattr(mlp, name)
-                linear.weight = nn.Parameter(F.pad(linear.weight, padding), requires_grad=False)
+                linear.weight = padded(linear.weight, padding)
                 if linear.bias is not None and name != "down_proj":
-                    linear.bias = nn.Parameter(F.pad(linear.bias, (0, missing)), requires_grad=False)
+                    linear.bias = padded(linear.bias, (0, missing))
 
     def init_dummy(self, seed: int) -> None:
         """Random weights."""
@@ -145,6 +123,14 @@ class VisionTower(nn.Module):
                 param.add_(1)
 
 
-def _plain(name: str) -> str:
-    """A tensor's name in any version of transformers: later ones have one module less around SigLIP."""
-    return name.replace("vision_tower.vision_model.", "vision_tower.")
+def padded(param: torch.Tensor, padding: tuple[int, ...]) -> nn.Parameter:
+    """The parameter with zeros around it, ``padding`` as for ``F.pad``; it is loaded from tensors without them."""
+    shape, larger = param.shape, nn.Parameter(F.pad(param, padding), requires_grad=False)
+
+    def load(target: torch.Tensor, loaded: CheckpointTensor, shard_id: Any = None) -> None:
+        plain = target.new_empty(shape)
+        copy_shard(plain, loaded)
+        target.copy_(F.pad(plain, padding))
+
+    larger.weight_loader = load  # type: ignore[attr-defined]
+    return larger

@@ -44,7 +44,8 @@ class VisionPart(Part):
     """
 
     def __init__(self, rank: Rank, vision: VisionConfig, state: RequestState, tower: VisionTower | None):
-        self._rank, self._vision, self.tower = rank, vision, tower
+        self._rank, self._vision = rank, vision
+        self.module = self.tower = tower
         self.shifts = torch.zeros(rank.config.max_num_seqs + 1, dtype=torch.int32, device=rank.device)
         self._shifts_on_host = np.zeros(rank.config.max_num_seqs + 1, np.int32)
         self._first_row = rank.config.model_config.max_position_embeddings - rank.config.max_num_batched_tokens
@@ -70,7 +71,7 @@ class VisionPart(Part):
         vision = VisionConfig.of(rank.config)
         if vision is None or vision.missing():
             return None
-        part = cls(rank, vision, state, load_tower(rank, vision) if rank.tp.rank == 0 else None)
+        part = cls(rank, vision, state, make_tower(rank, vision) if rank.tp.rank == 0 else None)
         if vision.section:
             decode.inputs = ShiftedInputs(decode.inputs, part.shifts)
         return part
@@ -237,16 +238,15 @@ def pixel_form(config: Config) -> Callable[[dict[str, torch.Tensor]], dict[str, 
     return convert
 
 
-def load_tower(rank: Rank, vision: VisionConfig) -> VisionTower:
+def make_tower(rank: Rank, vision: VisionConfig) -> VisionTower:
+    """A tower with random weights, until the checkpoint is loaded."""
     config = rank.config
     with model_defaults(rank.dtype, rank.device):
         tower = VisionTower(vision, config.model_path, rank.dtype)
-    if config.load_format == "dummy":
-        tower.init_dummy(config.seed)
-    else:
-        tower.load(config.model_path)
     if rank.device.type == "cuda":
         tower.pad_mlps()
+    if config.load_format == "dummy":
+        tower.init_dummy(config.seed)
     return tower
 
 

@@ -119,10 +119,13 @@ class Part:
 
     Attributes:
         launchers: the ways to run a batch that it brings along.
+        module: its part of the checkpoint beside the decoder, with the names of its tensors there; loaded, updated and
+            put to sleep like the decoder.
         num_rows: rows of device memory that it shares with the KV cache, the same on every rank.
     """
 
     launchers: tuple[Launcher, ...] = ()
+    module: torch.nn.Module | None = None
     num_rows = 0
 
     # ---------------------------------------------------------------- made by the factory, in this order
@@ -155,7 +158,7 @@ class Part:
         """Device, after the forward pass."""
 
     def reset(self) -> None:
-        """Forget the device's contents, after an interrupted step."""
+        """Forget the device's contents, after an interrupted step or new weights."""
 
     # ---------------------------------------------------------------- memory
 
@@ -207,6 +210,11 @@ class Equipment:
     parts: list[Part]
     launchers: list[Launcher]  # the last takes every prefill
     readers: Mapping[str, Callable[..., torch.Tensor]]  # by kind of readout; each has the sampler
+
+
+def extra_modules(parts: ListLike[Part]) -> list[torch.nn.Module]:
+    """The parts' modules of the checkpoint."""
+    return [part.module for part in parts if part.module is not None]
 
 
 def one_sequence(rank: Rank, parts: ListLike[Part], num_tokens: int) -> Tensors:

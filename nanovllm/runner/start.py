@@ -19,7 +19,7 @@ from nanovllm.runner.inputs import prefill_inputs
 from nanovllm.runner.kv_scales import calibrate
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.packing import pack_weights
-from nanovllm.runner.part import one_sequence
+from nanovllm.runner.part import extra_modules, one_sequence
 from nanovllm.runner.parts import equip
 from nanovllm.runner.weights import Weights
 
@@ -69,7 +69,9 @@ def load(runner: ModelRunner) -> CausalLM:
         if config.load_format == "dummy":
             init_dummy_weights(model, config.seed + runner.tp.rank)
         else:
-            runner.weights.changed = load_model(model, config.model_path, config.lora_path)
+            runner.weights.changed = load_model(
+                model, config.model_path, config.lora_path, extra_modules(runner.parts)
+            )
             runner.weights.lora = None if config.lora is None else str(config.lora)
     return model
 

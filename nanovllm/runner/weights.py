@@ -23,6 +23,7 @@ from nanovllm.errors import CheckpointError, ConfigError, EngineError, NanoVLLME
 from nanovllm.models.loader import WeightFiller
 from nanovllm.runner.kv_scales import calibrate
 from nanovllm.runner.packing import drop_packed_weights, pack_weights
+from nanovllm.runner.part import extra_modules
 from nanovllm.utils.checkpoint import resolve_model
 
 if TYPE_CHECKING:
@@ -146,8 +147,7 @@ class Weights:
         elif self._runner.workers is None:
             yield as_pairs(weights)
         else:
-            unused = re.compile(self._runner.model.config.unused_tensors())
-            for bucket in in_buckets(as_pairs(weights), unused):
+            for bucket in in_buckets(as_pairs(weights), self._filler.unused):
                 with shared_file() as file:
                     shared = SharedTensors.describe(file, bucket)
                     for (_, view), tensor in zip(shared.views(), bucket.values(), strict=True):
@@ -157,7 +157,9 @@ class Weights:
 
     def begin_update(self, adapter: str | None, only: set[str] | None) -> None:
         """Every rank: no weight is written yet."""
-        self._filler = WeightFiller(self._runner.model, adapter=adapter, only=only)
+        runner = self._runner
+        extra, base = extra_modules(runner.parts), runner.config.model_path
+        self._filler = WeightFiller(runner.model, extra, adapter=adapter, base=base, only=only)
 
     @torch.inference_mode()
     def load(self, weights: "str | SharedTensors | Iterable[tuple[str, torch.Tensor]]") -> None:
@@ -176,8 +178,12 @@ class Weights:
 
     @torch.inference_mode()
     def settle(self) -> None:
-        """Every rank: pack the new weights and measure the scales of an FP8 KV cache, which is empty now."""
+        """Every rank: forget what the old weights have computed, pack the new ones, and measure the scales of an FP8 KV
+        cache, which is empty now.
+        """
         runner = self._runner
+        for part in runner.parts:
+            part.reset()
         if runner.device.type == "cpu":
             pack_weights(runner.model)
         calibrate(runner.rank, runner.model, runner.parts)
@@ -195,7 +201,7 @@ class Weights:
         runner.release_kv_cache()
         if level == 2:
             why = "the weights were dropped by sleep(level=2)"
-            self.missing = dict.fromkeys(WeightFiller(runner.model).missing, why)
+            self.missing = dict.fromkeys(WeightFiller(runner.model, extra_modules(runner.parts)).missing, why)
             drop_packed_weights(runner.model)
         if level == 2 or runner.device.type == "cuda":  # on the CPU the weights are on the host
             self._offload(keep=level == 1)
@@ -235,9 +241,9 @@ class Weights:
             self._offloaded = {}
 
     def _offload(self, keep: bool) -> None:
-        """Free every storage of the model. Buffers are in no checkpoint, so their bytes are kept in any case."""
-        model = self._runner.model
-        for tensor in (*model.parameters(), *model.buffers()):
+        """Free every storage of the weights. Buffers are in no checkpoint, so their bytes are kept in any case."""
+        modules = (self._runner.model, *extra_modules(self._runner.parts))
+        for tensor in (tensor for module in modules for tensor in (*module.parameters(), *module.buffers())):
             storage, keeps = tensor.untyped_storage(), keep or not isinstance(tensor, torch.nn.Parameter)
             if storage.nbytes() > 0:  # else it is tied, or offloaded before
                 chunks = to_host(storage) if keeps else []

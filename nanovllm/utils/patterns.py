@@ -9,7 +9,7 @@ import sys
 SECONDS = 10.0  # for all patterns of a file; thousands of names take a fraction of one
 PROGRAM = """
 import json, re, sys
-patterns, names = json.load(sys.stdin)
+patterns, names, method, group = json.load(sys.stdin)
 found, compiled = {}, []
 for given, pattern in patterns.items():
     try:
@@ -18,18 +18,20 @@ for given, pattern in patterns.items():
         sys.exit(f"the regular expression {given!r:.100} ({error})")
 for name in names:
     for given, pattern in compiled:
-        if pattern.match(name):
-            found[name] = given
+        if match := getattr(pattern, method)(name):
+            found[name] = match[group] if group else given
             break
 json.dump(found, sys.stdout)
 """
 
 
-def first_matches(patterns: dict[str, str], names: list[str]) -> dict[str, str]:
+def first_matches(patterns: dict[str, str], names: list[str], method: str = "match", group: str = "") -> dict[str, str]:
     """The first pattern that matches a name's beginning, for names that have one.
 
     Args:
         patterns: as they were given -> regular expression.
+        method: "fullmatch" matches whole names.
+        group: named group of the patterns; its text is returned in place of the pattern.
 
     Raises:
         ValueError: one is no regular expression, or they take too long.
@@ -40,8 +42,8 @@ def first_matches(patterns: dict[str, str], names: list[str]) -> dict[str, str]:
 
     try:
         done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", PROGRAM], input=json.dumps([patterns, names]), text=True,
-            capture_output=True, timeout=SECONDS, check=False,
+            [sys.executable, "-I", "-S", "-c", PROGRAM], input=json.dumps([patterns, names, method, group]),
+            text=True, capture_output=True, timeout=SECONDS, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise ValueError(f"regular expressions that take more than {SECONDS:g} s to match") from None

@@ -30,7 +30,7 @@ class WeightVerbs(LLMEngine):
                 ``model.named_parameters()`` or a state dict; or a path of safetensors, which each rank reads. For an
                 FP8 weight data (e4m3) and scale (``X.weight_scale``), or a tensor that is quantized here. For one of
                 4-bit integers all tensors of its module, as in the checkpoint.
-            partial: False: every tensor of the model must be given.
+            partial: False: every tensor of the model must be given, its vision tower's included.
             lora: given in place of weights, a directory or hub id of a PEFT adapter: the weights become those of the
                 model's checkpoint with this adapter, and no other; None: without any. Only what differs is read.
 
