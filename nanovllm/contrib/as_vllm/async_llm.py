@@ -1,13 +1,11 @@
-"""vLLM's asynchronous engine: an ``LLMEngine`` on a thread of its own, for the tasks of asyncio loops.
+"""vLLM's asynchronous engine: an ``LLMEngine`` on an ``EngineThread``, for the tasks of asyncio loops.
 
-Owns the thread, on which all calls of the engine take turns with its steps, and the queue of each task's outputs.
-``EngineThread`` gives nanovllm's outputs, when they are finished; here they arrive as they grow, with vLLM's options.
+Owns the queue of each task, which receives the outputs of its request as they grow.
 """
 
 import asyncio
 import copy
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 from nanovllm.contrib.as_vllm.llm import LLM, OF_THE_WORKER, refuse
 from nanovllm.contrib.as_vllm.sampling import RequestOutputKind
 from nanovllm.errors import EngineError
+from nanovllm.integrations.engine_thread import EngineThread
 from nanovllm.outputs import PoolingRequestOutput, RequestOutput
 
 AWAITED = (*OF_THE_WORKER, "add_lora", "remove_lora", "list_loras", "reset_prefix_cache", "reset_mm_cache",
@@ -34,10 +33,8 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str, **keywords: Any):
-        self._thread = ThreadPoolExecutor(1, "nanovllm-engine")  # first come, first served: steps are calls, too
-        self._engine = self._thread.submit(partial(LLM, model, **keywords)).result()
-        self._inboxes: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue]] = {}  # of unfinished requests
-        self._is_stepping = False  # a step is queued; this and the line above are for the engine's thread alone
+        self._thread = EngineThread(model, make=TaskEngine, **keywords)
+        self._engine = self._thread.llm
         self.is_running = True
 
     @classmethod
@@ -52,7 +49,7 @@ class AsyncLLM:
         raise AttributeError(f"nanovllm's stand-in for vLLM's {type(self).__name__} has no {name!r}.")
 
     async def _run(self, call: Callable, *args: Any, **keywords: Any) -> Any:
-        return await asyncio.wrap_future(self._thread.submit(call, *args, **keywords))
+        return await asyncio.wrap_future(self._thread.call(call, *args, **keywords))
 
     async def generate(self, prompt: Any, sampling_params: Any, request_id: str, lora_request: Any = None,
                        **others: Any) -> AsyncGenerator[RequestOutput, None]:
@@ -69,7 +66,7 @@ class AsyncLLM:
         inbox = asyncio.get_running_loop(), queue
         are_parts = getattr(sampling_params, "output_kind", None) is RequestOutputKind.DELTA
         try:
-            await self._run(self._add, inbox, request_id, prompt, sampling_params, lora_request)
+            await self._run(self._engine.enter, inbox, request_id, prompt, sampling_params, lora_request)
             output = None
             while output is None or not output.finished:
                 output = await queue.get()
@@ -81,7 +78,7 @@ class AsyncLLM:
                     raise output
                 yield output
         finally:
-            self._thread.submit(self._leave, inbox, request_id)  # behind ``_add``, which may be running still
+            self._thread.call(self._engine.leave, inbox, request_id)  # after ``enter``, which may be running still
 
     async def encode(self, prompt: Any, pooling_params: Any, request_id: str,
                      **others: Any) -> AsyncGenerator[PoolingRequestOutput, None]:
@@ -92,7 +89,7 @@ class AsyncLLM:
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ids that are unknown or finished are passed over."""
-        await self._run(self._end, [request_id] if isinstance(request_id, str) else list(request_id), None)
+        await self._run(self._engine.end, [request_id] if isinstance(request_id, str) else list(request_id), None)
 
     async def check_health(self) -> None:
         """Raise EngineError after ``shutdown``."""
@@ -117,37 +114,56 @@ class AsyncLLM:
     def shutdown(self, timeout: float | None = None) -> None:
         """Free the device's memory; unfinished requests end with an EngineError."""
         self.is_running = False
+        self._thread.exit()
 
-        def shut_down() -> None:
-            try:
-                self._end(list(self._inboxes), EngineError("the engine was shut down."))
-            finally:
-                self._engine.shutdown()
 
-        self._thread.submit(shut_down).result()
+class TaskEngine(LLM):
+    """vLLM's engine, whose step sends outputs and errors to the tasks that wait for them.
 
-    # ---------------------------------------------------------------- on the engine's thread
+    Args:
+        model, **keywords: of ``LLM``.
+    """
 
-    def _add(self, inbox: Any, request_id: str, prompt: Any, params: Any, lora_request: Any) -> None:
-        self._engine.add_request(request_id, prompt, params, lora_request=lora_request)
+    def __init__(self, model: str, **keywords: Any):
+        super().__init__(model, **keywords)
+        self._inboxes: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue]] = {}  # of unfinished requests
+
+    def enter(self, inbox: Any, request_id: str, prompt: Any, params: Any, lora_request: Any) -> None:
+        """Add a request, whose outputs go to the inbox."""
+        self.add_request(request_id, prompt, params, lora_request=lora_request)
         self._inboxes[request_id] = inbox
-        if not self._is_stepping:
-            self._step_later()
 
-    def _step_later(self) -> None:
-        self._is_stepping = True
-        self._thread.submit(self._step)
+    def leave(self, inbox: Any, request_id: str) -> None:
+        """Abort the request unless it is finished, or was refused because another one has its name."""
+        if self._inboxes.get(request_id) is inbox:
+            self.end([request_id], None)
 
-    def _step(self) -> None:
-        self._is_stepping = False
+    def end(self, request_ids: list[str], error: BaseException | None) -> None:
+        """Abort requests; their generators raise the error, or end."""
+        for request_id in request_ids:
+            if request_id in self._inboxes:
+                self._send(request_id, error)
+        self.abort_request(request_ids)
+
+    def step(self) -> list[RequestOutput]:
+        """Send the outputs of a step; returns none."""
         try:
-            for output in self._engine.step():
+            for output in super().step():
                 self._send(output.request_id, output)
         except BaseException as error:  # of a request whose adapter cannot be read; else of all
-            of = [request_id for request_id in self._inboxes if not self._engine.is_unfinished(request_id)]
-            self._end(of or list(self._inboxes), error)
-        if self._engine.has_unfinished_requests():
-            self._step_later()
+            of = [request_id for request_id in self._inboxes if not self.is_unfinished(request_id)]
+            self.end(of or list(self._inboxes), error)
+        return []
+
+    def is_finished(self) -> bool:
+        return not self.has_unfinished_requests()
+
+    def exit(self) -> None:
+        """Free the device's memory; unfinished requests end with an EngineError."""
+        try:
+            self.end(list(self._inboxes), EngineError("the engine was shut down."))
+        finally:
+            self.shutdown()
 
     def _send(self, request_id: str, output: RequestOutput | BaseException | None) -> None:
         loop, queue = self._inboxes[request_id]
@@ -155,15 +171,3 @@ class AsyncLLM:
             del self._inboxes[request_id]
         with suppress(RuntimeError):  # the loop is closed, and nobody waits
             loop.call_soon_threadsafe(queue.put_nowait, output)
-
-    def _end(self, request_ids: list[str], error: BaseException | None) -> None:
-        """Abort requests; their generators raise the error, or end."""
-        for request_id in request_ids:
-            if request_id in self._inboxes:
-                self._send(request_id, error)
-        self._engine.abort_request(request_ids)
-
-    def _leave(self, inbox: Any, request_id: str) -> None:
-        """Abort the request unless it is finished, or was refused because another one has its name."""
-        if self._inboxes.get(request_id) is inbox:
-            self._end([request_id], None)

@@ -1,19 +1,17 @@
 """An engine on a thread of its own, for callers on other threads: an asyncio loop, a pool of workers.
 
-Owns the thread and the hand-over of requests and outputs. An engine takes calls from one thread at a time.
+Owns the thread, on which calls of the engine and its steps take turns, and the futures of submitted requests.
 """
 
 import os
-import threading
 import traceback
-import weakref
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from queue import Empty, SimpleQueue
+from threading import get_ident
 from typing import Any
 
-from nanovllm.errors import EngineError, NanoVLLMError, OutOfMemoryError, as_request_error
+from nanovllm.errors import EngineError, OutOfMemoryError, as_request_error
 from nanovllm.llm import LLM, Prompt
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -22,24 +20,38 @@ ENDED = "the engine was shut down."
 
 
 class EngineThread:
-    """Starts an engine; then ``submit`` may be called from any thread, as often as one likes.
+    """Starts an engine; then ``submit`` and ``call`` may be called from any thread, as often as one likes.
 
     A rank that dies, or a failure of the device, ends the process with status 1: who supervises it shall start another.
 
     Args:
         model, **options: of ``LLM``, whose errors it raises.
+        make: makes the engine from these; its ``step``, ``is_finished`` and ``exit`` are used as those of ``LLM``.
+
+    Attributes:
+        llm: the engine.
     """
 
-    def __init__(self, model: str | None = None, **options: Any):
-        self._inbox: SimpleQueue = SimpleQueue()
-        self._has_ended = False
-        started: Future[LLM] = Future()
-        arguments = model, options, started
-        self._thread = threading.Thread(target=self._main, args=arguments, daemon=True, name="nanovllm-engine")
-        self._thread.start()
-        self.llm = started.result()
-        # before the interpreter closes executors, and ends daemon threads, which aborts the process within torch
-        threading._register_atexit(exit_if_alive, weakref.ref(self))  # type: ignore[attr-defined]
+    def __init__(self, model: str | None = None, *, make: Callable[..., Any] = LLM, **options: Any):
+        # Runs calls in their order. A step is a call that queues the next step, so the calls queued before run between.
+        self._thread = ThreadPoolExecutor(1, "nanovllm-engine")
+        # for the engine's thread alone:
+        self._is_stepping = False  # a step is queued
+        self._unfinished: dict[Future, Future] = {}  # the engine's -> the caller's
+        self._done: list[Future] = []  # the engine's
+        self._ident = self._thread.submit(get_ident).result()
+        self.llm = self._thread.submit(partial(make, model, **options)).result()
+
+    def call(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> Future:
+        """Call a function on the engine's thread, between two steps.
+
+        Requests that it adds are run. After ``exit`` the future has an EngineError.
+        """
+        called = self._queue(self._call, function, *args, **keywords)
+        if called is None:
+            called = Future()
+            called.set_exception(EngineError(ENDED))
+        return called
 
     def submit(self, prompt: Prompt, params: SamplingParams) -> "Future[RequestOutput]":
         """The output when it is finished; or RequestError, if the request can never be served.
@@ -47,9 +59,7 @@ class EngineThread:
         The future's ``cancel()`` drops the request.
         """
         future: Future[RequestOutput] = Future()
-        self._inbox.put((prompt, params, future))
-        if self._has_ended:
-            self._refuse_all()
+        self.call(self._submit, prompt, params, future).add_done_callback(partial(pass_on_error, future))
         return future
 
     def exit(self) -> None:
@@ -57,62 +67,73 @@ class EngineThread:
 
         It may be called again. The end of the process calls it, too.
         """
-        self._inbox.put(None)
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        ended = self._queue(self._end)
+        if get_ident() != self._ident:
+            if ended is not None:
+                ended.result()
+            self._thread.shutdown()
 
-    def _main(self, model: str | None, options: dict[str, Any], started: "Future[LLM]") -> None:
+    def _queue(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> Future | None:
         try:
-            llm = LLM(model, **options)
+            return self._thread.submit(function, *args, **keywords)
+        except RuntimeError:  # after ``exit``, and while the interpreter ends
+            return None
+
+    # ---------------------------------------------------------------- on the engine's thread
+
+    def _call(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        try:
+            return function(*args, **keywords)
+        finally:
+            self._step_later()
+
+    def _submit(self, prompt: Prompt, params: SamplingParams, future: Future) -> None:
+        try:
+            submitted = self.llm.submit(prompt, params)
         except BaseException as error:
-            started.set_exception(error)
+            refused = as_request_error(error)
+            raise refused from refused.__cause__
+        self._unfinished[submitted] = future
+        submitted.add_done_callback(self._done.append)
+        future.add_done_callback(partial(cancel_too, submitted))
+
+    def _step_later(self) -> None:
+        if not self._is_stepping and (self._unfinished or not self.llm.is_finished()):
+            self._is_stepping = self._queue(self._step) is not None
+            if not self._is_stepping:
+                self._end()
+
+    def _step(self) -> None:
+        self._is_stepping = False
+        try:
+            self.llm.step()
+        except BaseException as error:  # nobody else would say it, and the callers would wait for ever
+            is_lost = isinstance(error, RuntimeError) and not isinstance(error, (EngineError, OutOfMemoryError))
+            if is_lost and self._queue(int) is not None:  # else the end of the interpreter made the step fail
+                traceback.print_exc()
+                os._exit(1)
+            self._fail(error)
             return
-        started.set_result(llm)
-        waiting: dict[Future, Future] = {}  # the engine's -> the caller's
-        done: list[Future] = []  # of the engine's
-        while True:
-            while not waiting or not self._inbox.empty():  # with nothing to do, it sleeps here
-                if (item := self._inbox.get()) is None:
-                    self._has_ended = True
-                    for future in waiting.values():
-                        resolve(future, EngineError(ENDED))
-                    self._refuse_all()
-                    llm.exit()
-                    return
-                prompt, params, future = item
-                try:
-                    submitted = llm.submit(prompt, params)
-                except BaseException as error:
-                    resolve(future, error if isinstance(error, NanoVLLMError) else as_request_error(error))
-                    continue
-                submitted.add_done_callback(done.append)
-                waiting[submitted] = future
-                future.add_done_callback(partial(cancel_too, submitted))
-            try:
-                llm.step()
-            except BaseException as error:  # nobody else would say it, and the callers would wait for ever
-                if isinstance(error, RuntimeError) and not isinstance(error, (EngineError, OutOfMemoryError)):
-                    traceback.print_exc()
-                    os._exit(1)
-                for future in waiting.values():
-                    resolve(future, error)
-                waiting.clear()
-                done.clear()
-            while done:
-                finished = done.pop()
-                if (of_caller := waiting.pop(finished, None)) is not None:
-                    resolve(of_caller, None if finished.cancelled() else finished.exception() or finished.result())
+        while self._done:
+            submitted = self._done.pop()
+            if (future := self._unfinished.pop(submitted, None)) is not None:
+                resolve(future, None if submitted.cancelled() else submitted.exception() or submitted.result())
+        self._step_later()
 
-    def _refuse_all(self) -> None:
-        with suppress(Empty):
-            while True:
-                if (item := self._inbox.get_nowait()) is not None:
-                    resolve(item[2], EngineError(ENDED))
+    def _fail(self, error: BaseException) -> None:
+        for future in self._unfinished.values():
+            resolve(future, error)
+        self._unfinished.clear()
+
+    def _end(self) -> None:
+        self._thread.shutdown(wait=False)
+        self._fail(EngineError(ENDED))
+        self.llm.exit()
 
 
-def exit_if_alive(reference: "weakref.ref[EngineThread]") -> None:
-    if (engine := reference()) is not None:
-        engine.exit()
+def pass_on_error(future: Future, called: Future) -> None:
+    if (error := called.exception()) is not None:
+        resolve(future, error)
 
 
 def cancel_too(submitted: Future, future: Future) -> None:

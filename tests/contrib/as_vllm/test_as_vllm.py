@@ -7,6 +7,8 @@ import asyncio
 import gc
 import json
 import os
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 
@@ -136,6 +138,32 @@ def test_a_failed_step_ends_the_tasks_that_wait_for_it(monkeypatch):
 
     asyncio.run(main())
     engine.shutdown()
+
+
+def test_a_process_that_ends_amid_a_tasks_request():
+    """A task on another thread was told nothing and waited for ever; and so did the process, for the thread."""
+    done = subprocess.run(
+        [sys.executable, "-c",
+         "import asyncio, sys, threading\n"
+         "from nanovllm.contrib.as_vllm.async_llm import AsyncLLM\n"
+         "from nanovllm.contrib.as_vllm.sampling import SamplingParams\n"
+         "engine = AsyncLLM(sys.argv[1], device='cpu', disable_log_stats=True)\n"
+         "params = SamplingParams(max_tokens=4000, ignore_eos=True)\n"
+         "runs = threading.Event()\n"
+         "async def main():\n"
+         "    async for _ in engine.generate('introduce yourself', params, 'name'):\n"
+         "        runs.set()\n"
+         "def wait():\n"
+         "    try:\n"
+         "        asyncio.run(main())\n"
+         "    except RuntimeError as error:\n"
+         "        print('told:', error)\n"
+         "threading.Thread(target=wait).start()\n"
+         "assert runs.wait(60)\n"
+         "sys.exit(3)\n", str(DEMO_MODEL)],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (3, "told: the engine was shut down.\n"), done.stderr
 
 
 @pytest.mark.parametrize(

@@ -39,14 +39,20 @@ class Panic(BaseException):
 
 
 class Hostile:
+    def __init__(self, error):
+        self.error = error
+
     def __iter__(self):
-        raise Panic("unwrap on a None")
+        raise self.error
 
 
 def test_whatever_a_request_raises(engine):
-    good, *bad = (engine.submit(prompt, PARAMS) for prompt in ([2], [10**6], Hostile()))
-    for future, text in zip(bad, ("outside the vocabulary", "this request fails with Panic: unwrap on"), strict=True):
-        with pytest.raises(RequestError, match=text):
+    """A SystemExit ended the thread, too."""
+    prompts = [2], [10**6], Hostile(Panic("unwrap on a None")), Hostile(SystemExit("at once"))
+    good, unknown, panic, end = (engine.submit(prompt, PARAMS) for prompt in prompts)
+    for future, error, text in ((unknown, RequestError, "outside the vocabulary"), (end, SystemExit, "at once"),
+                                (panic, RequestError, "this request fails with Panic: unwrap on")):  # fmt: skip
+        with pytest.raises(error, match=text):
             future.result(60)
     assert len(good.result(60)["token_ids"]) == 6
 
@@ -92,12 +98,35 @@ def test_a_cancelled_request_leaves_its_seat(engine):
     assert engine.llm.is_finished() and engine.llm.metrics()["generation_tokens"] < 900
 
 
+def test_calls_take_turns_with_steps(engine, reference):
+    """The engine refuses other threads while it steps; on its own thread a call finds it between two steps."""
+    futures = [engine.submit([2 + i, 3], PARAMS) for i in range(12)]
+    outputs = engine.call(engine.llm.generate, [[9, 8]], PARAMS, use_tqdm=False).result(60)
+    assert outputs[0]["token_ids"] == reference([9, 8], 6)
+    assert [future.result(60)["token_ids"] for future in futures] == [reference([2 + i, 3], 6) for i in range(12)]
+    own = engine.call(engine.llm.submit, [4, 3], PARAMS).result(60)  # the thread runs it, though nobody submitted to it
+    assert wait([own], 60).done and own.result()["token_ids"] == reference([4, 3], 6)
+    with pytest.raises(RequestError, match="outside the vocabulary"):
+        engine.call(engine.llm.generate, [[10**6]]).result(60)
+
+
+def test_exit_by_a_callback(make_checkpoint):
+    """On the engine's thread, amid a step: after it everything ends, and other threads' ``exit`` returns."""
+    engine = EngineThread(make_checkpoint(), **OPTIONS)
+    long = engine.submit([2], SamplingParams(max_tokens=900, ignore_eos=True))
+    engine.submit([2], PARAMS).add_done_callback(lambda _: engine.exit())
+    with pytest.raises(EngineError, match="was shut down"):
+        long.result(60)
+    engine.exit()
+    assert not engine.llm._finalizer.alive
+
+
 def test_exit(make_checkpoint):
     engine = EngineThread(make_checkpoint(), **OPTIONS)
     futures = [engine.submit([2], SamplingParams(max_tokens=900, ignore_eos=True)) for _ in range(3)]
     engine.exit()
     engine.exit()
-    for future in (*futures, engine.submit([2], PARAMS)):
+    for future in (*futures, engine.submit([2], PARAMS), engine.call(int)):
         with pytest.raises(EngineError, match="was shut down"):
             future.result(60)
     assert not engine.llm._finalizer.alive
