@@ -3,9 +3,37 @@
 Their texts give the value, the values allowed and the remedy. ``assert`` is for bugs of the library.
 """
 
+import re
+
+MAX_TEXT = 2000  # characters of an error; one may quote a value of the user's
+# A URL in any text: the scheme; credentials, or a password that was cut before its "@"; host and path; query and
+# fragment, up to a white space and the marks that close a quotation before it.
+URL = re.compile(
+    r"""([a-z][a-z0-9+.-]{1,19}:/+)(?:[^\s'"/?\#]*@|[^\s'"/@:\[]*:(?!\d{0,5}(?!\w))(?:[^\s'"]*@|[^\s'"/]*))?"""
+    r"""([^\s'"?\#]*)(?:[?\#]\S*?(?=['"]?[.,;:)\]}]*(?:\s|$)))?""", re.I,
+)  # fmt: skip
+
+
+def without_secrets(text: str) -> str:
+    """A text whose URLs have neither credentials nor queries."""
+    return URL.sub(r"\1\2", text)
+
 
 class NanoVLLMError(Exception):
-    """Base of all errors below; each is also a ValueError or a RuntimeError."""
+    """Base of all errors below; each is also a ValueError or a RuntimeError.
+
+    Its text quotes URLs ``without_secrets``, and has at most ``MAX_TEXT`` characters: the remedy at its end is kept.
+    """
+
+    def __init__(self, *args: object):
+        super().__init__(*(_fitted(arg) if isinstance(arg, str) else arg for arg in args))
+
+
+def _fitted(text: str) -> str:
+    if len(text) > 4 * MAX_TEXT:  # the search below takes time quadratic in the length
+        text = text[: 2 * MAX_TEXT] + text[-2 * MAX_TEXT :]
+    text = without_secrets(text)
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 505]} ... {text[-500:]}"
 
 
 class ConfigError(NanoVLLMError, ValueError):
@@ -54,7 +82,8 @@ class WorkerError(NanoVLLMError, RuntimeError):
     """
 
     def __init__(self, rank: int, worker_traceback: str):
-        super().__init__(rank, worker_traceback)  # pickled as these arguments
+        # pickled as these arguments; a traceback is kept whole
+        RuntimeError.__init__(self, rank, worker_traceback)
         self.rank, self.worker_traceback = rank, worker_traceback
 
     def __str__(self) -> str:

@@ -7,21 +7,23 @@ Owns the checkpoint's image processor, which is transformers', and the pixels th
 import hashlib
 import json
 import os
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from threading import RLock
 from typing import Any
 
 import numpy as np
 
 from nanovllm.config import Config
 from nanovllm.engine.images.attachment import Images, wrong_count
+from nanovllm.engine.images.decoding import open_image
 from nanovllm.engine.images.factory import KEYS, has_images
-from nanovllm.engine.images.sources import Permissions, open_image, read_source
+from nanovllm.engine.images.fetching import end_all
+from nanovllm.engine.images.sources import Permissions, name_of, read_source
 from nanovllm.engine.text.prompts import as_token_ids, split_prompt
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.errors import CheckpointError, ConfigError, RequestError, as_request_error
@@ -32,6 +34,18 @@ from nanovllm.validation import did_you_mean
 MAX_PIXEL_BYTES = 2 << 30
 NO_LIMIT = 999  # images of a prompt
 NUM_THREADS = min(16, os.cpu_count() or 1)
+EXECUTORS: "weakref.WeakSet[ThreadPoolExecutor]" = weakref.WeakSet()  # of all engines
+
+
+def _end() -> None:
+    """Let the interpreter's end wait for images that are being decoded, not for a host nor for those in the queue."""
+    end_all()
+    for threads in list(EXECUTORS):
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
+threading._register_atexit(_end)  # type: ignore[attr-defined]  # before executors are joined, which were imported above
+
 
 class Image:
     """One image of a prompt; its source is kept until the request is finished.
@@ -77,9 +91,10 @@ class ImageLoader:
         self._limit = (config.limit_mm_per_prompt or {}).get("image", NO_LIMIT)
         self._options = options = {**vision.processor_options, **(config.mm_processor_kwargs or {})}
         self.threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="nanovllm-images")
+        EXECUTORS.add(self.threads)
         self.num_bytes = 0  # of the pixels that wait
         self._waiting: OrderedDict[object, dict[str, Any]] = OrderedDict()
-        self._lock = RLock()  # a collection may let go of pixels in a thread that holds it
+        self._lock = threading.RLock()  # a collection may let go of pixels in a thread that holds it
         self._processors: dict[str, Any] = {}  # by their options
         self._processor({}, CheckpointError)
         self._processor(options, ConfigError)
@@ -149,7 +164,14 @@ class ImageLoader:
         return ids
 
     def _load(self, source: Any, options: dict[str, Any]) -> Image:
-        return source if isinstance(source, Image) else Image(self, read_source(source, self.permissions), options)
+        if isinstance(source, Image):
+            return source
+        data = read_source(source, self.permissions)
+        try:
+            return Image(self, data, options)
+        except RequestError as error:
+            name = name_of(source)
+            raise RequestError(f"{name}: {error}" if name else str(error)) from None
 
     def _sources(self, prompt: Mapping[str, Any]) -> list[Any]:
         data = {} if prompt.get("multi_modal_data") is None else prompt["multi_modal_data"]
