@@ -1,5 +1,6 @@
 """Images as users give them, permissions, and errors by name; numbers are those of tests/test_vision.py."""
 
+import _thread
 import base64
 import gc
 import io
@@ -7,17 +8,22 @@ import json
 import os
 import shutil
 import struct
+import threading
+import time
 import weakref
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from socketserver import StreamRequestHandler, ThreadingTCPServer
+from threading import Event, Thread, Timer
+from time import monotonic, sleep
 
 import numpy as np
 import pytest
 import vision_families
-from helpers import greedy, refuses, run, tokens_of
+from helpers import greedy, refuses, run, run_python, tokens_of
 from PIL import Image as PILImage
 from vision_families import IMAGE, image
 
@@ -81,12 +87,12 @@ def site():
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            port, to = self.server.server_address[1], self.path.partition("?")[2]
+            port, to = self.server.server_address[1], self.path.partition("to?")[2]
             self.send_response(302 if to else 404 if "missing" in self.path else 200)
             if to:
                 self.send_header("Location", to.replace("PORT", str(port)))
             self.end_headers()
-            self.wfile.write(b"" if to else PNG)
+            self.wfile.write(b"" if to else b"no image" if "none" in self.path else PNG)
 
         def log_message(self, *_):
             pass
@@ -586,11 +592,150 @@ def test_an_image_that_its_owner_has_closed(llm, pages):
     assert "A PIL image must stay open until its request is finished." in why_of(run(llm, asks(opened), THREE)[0])
 
 
-def test_bound_of_a_fetch(llm, site, monkeypatch):
-    """A server that sends a byte now and then held a thread for as long as it liked."""
-    monkeypatch.setattr(fetching, "FETCH_S", 0)
-    (output,) = run(llm, asks(site), THREE)
-    assert "cannot be fetched: it takes more than 0 s" in why_of(output)
+OK = b"HTTP/1.1 200 OK\r\n"
+DRIPS = {  # sent at once, and then again and again
+    "status": (b"HTTP/1.1 ", b"2"), "headers": (OK, b"X-More: x\r\n"),
+    "continue": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "a header": (OK + b"X: ", b"x"), "body": (OK + b"Content-Length: 999999\r\n\r\n", b"x"),
+    "body without length": (OK + b"\r\n", b"x"), "chunks": (OK + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n"),
+    "size of a chunk": (OK + b"Transfer-Encoding: chunked\r\n\r\n1;", b"x"),
+    "trailers": (OK + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", b"X: x\r\n"), "nothing": (b"", b""),
+    "error": (b"HTTP/1.1 404 Not Found\r\nContent-Length: 99\r\n", b"X: x\r\n"),
+    "redirects": (b"HTTP/1.1 302 Found\r\nLocation: /\r\n", b"X: x\r\n"),
+}  # fmt: skip
+
+
+@contextmanager
+def dripping(at_once, again):
+    """A server that sends a piece every 20 ms, until its client has gone; and the clients that have come."""
+
+    class Handler(StreamRequestHandler):
+        def handle(self):
+            clients.append(self)
+            with suppress(OSError):
+                self.wfile.write(at_once)
+                while not is_over.wait(0.02):
+                    self.wfile.write(again)
+            clients.remove(self)
+
+    clients, is_over = [], Event()
+    with ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", clients
+        is_over.set()
+        server.shutdown()
+
+
+@pytest.mark.parametrize("name", DRIPS)
+def test_bound_of_a_fetch(monkeypatch, name):
+    """A server that sends a byte now and then held a thread for as long as it liked, in whatever it sends."""
+    monkeypatch.setattr(fetching, "FETCH_S", 0.3)
+    with dripping(*DRIPS[name]) as (url, clients):
+        start = monotonic()
+        with refuses("cannot be fetched: it takes more than 0.3 s"):
+            fetching.fetch(url, ("127.0.0.1",), 100)
+        assert monotonic() - start < 5
+        if name != "nothing":  # the connection and its thread have ended; a server that sends nothing does not see it
+            while clients or any(thread.name == "nanovllm-fetch" for thread in threading.enumerate()):
+                assert monotonic() - start < 10
+                sleep(0.01)
+
+
+def test_bound_of_looking_up_a_host(llm, monkeypatch):
+    """And of all that has no bound of its own; other images go on meanwhile."""
+    is_over = Event()
+    monkeypatch.setattr(fetching, "FETCH_S", 0.3)
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: is_over.wait(20))
+    first, second = run(llm, [asks("http://127.0.0.1/a"), asks(PNG)], THREE)
+    is_over.set()
+    assert "cannot be fetched: it takes more than 0.3 s" in why_of(first) and second["finish_reason"] == "length"
+
+
+def test_ctrl_c_while_a_host_is_slow(llm, answer):
+    with dripping(*DRIPS["body"]) as (url, _):
+        Timer(0.3, _thread.interrupt_main).start()
+        with pytest.raises(KeyboardInterrupt):
+            run(llm, [asks(url)] * 40, THREE)
+    assert tokens_of(run(llm, asks(PAGE), THREE)) == [answer]
+
+
+SLOW = """
+import sys, time
+from types import SimpleNamespace
+from nanovllm.config import Config
+from nanovllm.engine.images import loading
+from nanovllm.models.vision import VisionConfig
+
+config = Config(sys.argv[1], allowed_media_domains=["*"])
+loader = loading.ImageLoader(VisionConfig.of(config), config, SimpleNamespace(tokenizer=None))
+images = loader.load([sys.argv[2]] * 40, {})
+while not any(image.running() for image in images):
+    time.sleep(0.01)
+print(time.time())
+"""
+
+
+def test_the_interpreter_waits_for_no_host(path):
+    """Its end waited for the threads of images, those in the queue too, and so for as long as hosts liked."""
+    with dripping(*DRIPS["body"]) as (url, _):
+        done = run_python("-c", SLOW, path, url)
+        assert time.time() - float(done.stdout) < 30 and done.stderr == ""
+
+
+def test_credentials_of_a_url(site):
+    """They are a header for their host; they were taken for its port, which an error named."""
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append((self.path, self.headers["Host"], self.headers["Authorization"]))
+            self.send_response(302 if self.path == "/a" else 200)
+            self.send_header("Location", site + "/page.png")
+            self.end_headers()
+            self.wfile.write(b"there" if self.path != "/a" else b"")
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        host = f"127.0.0.1:{server.server_address[1]}"
+        assert fetching.fetch(f"http://me:pass%20word@{host}/b?x=1", ("*",), 99) == b"there"
+        assert fetching.fetch(f"http://me:x@{host}/a", ("*",), 1 << 20) == PNG
+        server.shutdown()
+    assert asked[0] == ("/b?x=1", host, "Basic " + base64.b64encode(b"me:pass word").decode())
+
+
+SECRET = "s3cr3t"
+
+
+@pytest.mark.parametrize(("source", "shown"), [
+    (f"http://me:{SECRET}@localhost:PORT/a.png?sig={SECRET}#{SECRET}", "'http://localhost:PORT/a.png'"),
+    (f"http://{SECRET}@127.0.0.1:PORT/missing?sig={SECRET}", "'http://127.0.0.1:PORT/missing'"),
+    (f"http://me:{SECRET}/@127.0.0.1:PORT/x?sig={SECRET}", "'http://127.0.0.1:PORT/x'"),
+    (f"HTTP://me:{SECRET}@127.0.0.1:9/x?sig={SECRET}", "'HTTP://127.0.0.1:9/x'"),
+    (f"http://127.0.0.1:PORT/a b?sig={SECRET}", "'http://127.0.0.1:PORT/a%20b'"),
+    (f"http://127.0.0.1:PORT/to?http://me:{SECRET}@localhost:PORT/y?{SECRET}", "'http://localhost:PORT/y'"),
+    (f"http://127.0.0.1:PORT/to?ftp://me:{SECRET}@localhost:PORT/y?{SECRET}", "'ftp://localhost:PORT/y'"),
+    (f"http://127.0.0.1:PORT/to?file://me:{SECRET}@localhost/y?{SECRET}", "'http://127.0.0.1:PORT/to'"),
+    (f"s3://me:{SECRET}@bucket/a.png?sig={SECRET}", "'s3://bucket/a.png'"),
+    ({"bytes": None, "path": f"https://me:{SECRET}@x.org/a.png?sig={SECRET}"}, "'https://x.org/a.png'"),
+    (f"http://127.0.0.1:PORT/none?{SECRET}", "'http://127.0.0.1:PORT/none': the image cannot be read"),
+    ("text.png", "'text.png': the image cannot be read: it is none of JPEG"),
+    ({"bytes": None, "path": "text.png"}, "'text.png': the image cannot be read: it is none of JPEG"),
+    (Path("text.png"), "'text.png': the image cannot be read: it is none of JPEG"),
+    (b"text", "the image cannot be read"),
+], ids=lambda _: "")  # fmt: skip
+def test_an_error_names_the_path_or_url_without_its_secrets(llm, pages, site, source, shown):
+    (pages / "text.png").write_bytes(b"text")
+    port = site.rpartition(":")[2]
+    source = source.replace("PORT", port) if isinstance(source, str) else source
+    for given in ([source], [PAGE, source]):
+        (output,) = run(llm, asks(*given, text=ONE * len(given)), THREE)
+        why = why_of(output)
+        assert shown.replace("PORT", port) in why and SECRET not in why, why
+    with refuses("the image"):
+        llm.add_request(asks(source), THREE)
 
 
 def test_perplexity_takes_no_images(llm):

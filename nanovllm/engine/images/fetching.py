@@ -5,6 +5,7 @@ may send their status, headers or chunks as slowly as they like.
 """
 
 import base64
+import re
 import threading
 import urllib.parse
 from concurrent.futures import Future, wait
@@ -40,10 +41,17 @@ def fetch(url: str, domains: tuple[str, ...], max_bytes: int) -> bytes:
     except RequestError:
         raise
     except Exception as error:  # also http.client's, and ValueErrors of a URL that is none
-        raise RequestError(f"the image {without_secrets(url)!r:.200} cannot be fetched: {_reason(error)}.") from None
+        raise RequestError(f"the image {shown(url)} cannot be fetched: {_reason(error)}.") from None
     finally:
         if fetched is not None:
             _running.discard(fetched)
+
+
+def shown(name: str) -> str:
+    """A path or URL for an error, quoted; of a URL neither the credentials nor what follows the path."""
+    if re.match(r"[a-z][a-z0-9+.-]+:/", name, re.I):  # of one letter: a drive of Windows
+        name = re.sub(r"[\s'\"]", lambda match: urllib.parse.quote(match[0]), re.split("[?#]", name)[0])
+    return f"{without_secrets(name)!r:.200}"
 
 
 def end_all() -> None:
@@ -144,7 +152,7 @@ def _require_domain(url: str, domains: tuple[str, ...]) -> None:
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not ("*" in domains or parts.hostname in domains):
         raise RequestError(
-            f"the image {without_secrets(url)!r:.200} is on the net; LLM(allowed_media_domains=[...]) must name its "
+            f"the image {shown(url)} is on the net; LLM(allowed_media_domains=[...]) must name its "
             f"host {parts.hostname!r:.200}. Allowed: {list(domains)}."
         )
 

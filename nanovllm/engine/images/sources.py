@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nanovllm.engine.images.fetching import fetch
-from nanovllm.errors import RequestError, without_secrets
+from nanovllm.engine.images.fetching import fetch, shown
+from nanovllm.errors import RequestError
 
 MAX_BYTES = 64 << 20  # of an encoded image
 FORMS = "a PIL image, a numpy array uint8 [H, W, 3], bytes, a data URL, or an allowed path or URL"
@@ -59,7 +59,7 @@ def name_of(source: Any) -> str:
     """The path or URL of an image, quoted; "" if it has none."""
     source = source.get("path") if isinstance(source, dict) and source.get("bytes") is None else source
     is_name = isinstance(source, Path) or (isinstance(source, str) and not source.startswith("data:"))
-    return f"{without_secrets(str(source))!r:.200}" if is_name else ""
+    return shown(str(source)) if is_name else ""
 
 
 def _bounded(data: bytes) -> bytes:
@@ -91,21 +91,21 @@ def _decode_data_url(url: str) -> bytes:
 
 
 def _read_file(name: str, allowed: Permissions) -> bytes:
-    shown = name_of(name)
+    named = shown(name)
     if (root := allowed.local_path) is None:
         raise RequestError(
-            f"the image {shown} is a file; LLM(allowed_local_media_path=...) must name a directory that holds "
+            f"the image {named} is a file; LLM(allowed_local_media_path=...) must name a directory that holds "
             "it. Or give its bytes."
         )
     try:
         path = Path(root, name).resolve(strict=True)
         if not path.is_relative_to(root):
-            raise RequestError(f"the image {shown} lies outside allowed_local_media_path={str(root)!r}.")
+            raise RequestError(f"the image {named} lies outside allowed_local_media_path={str(root)!r}.")
         if not path.is_file():
-            raise RequestError(f"the image {shown} is no regular file.")
+            raise RequestError(f"the image {named} is no regular file.")
         with path.open("rb") as file:
             return _bounded(file.read(MAX_BYTES + 1))
     except (OSError, ValueError, RuntimeError) as error:
         if isinstance(error, RequestError):
             raise
-        raise RequestError(f"the image {shown} cannot be read: {getattr(error, 'strerror', error)}.") from None
+        raise RequestError(f"the image {named} cannot be read: {getattr(error, 'strerror', error)}.") from None
