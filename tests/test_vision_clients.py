@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import vision_families
 from helpers import ROOT, greedy, refuses, run, run_python, tokens_of
+from PIL import Image
 from vision_families import image
 
 from nanovllm import LLM, ConfigError
@@ -138,14 +139,38 @@ def test_a_directory_may_be_named(folder, path, expected):
 
 
 def test_the_example_reads_pages(folder, path):
-    """examples/ocr.py: a page that cannot be read is an error of its own."""
-    (folder / "pages" / "b.png").write_bytes(b"no image")
-    script = (ROOT / "examples" / "ocr.py").read_text().replace("8192", "600")
+    """examples/ocr.py: folders, images and PDFs. A page that cannot be read is an error of its own, with its name; an
+    answer that is cut says so.
+    """
+    pages = folder / "pages"
+    (pages / "b.png").write_bytes(b"no image")
+    PAGE.copy().save(pages / "c.pdf", save_all=True, append_images=[PAGE.rotate(90)], resolution=200)
+    secret = {"Root": "2 0 R", "Encrypt": f"<</Filter/Standard/V 1/R 2/P -4/O<{'00' * 32}>/U<{'11' * 32}>>>",
+              "ID": f"[<{'22' * 16}><{'22' * 16}>]", "Size": "4"}  # fmt: skip
+    trailer = "".join(f"/{name} {value}" for name, value in secret.items())
+    (folder / "secret.pdf").write_text(
+        "%PDF-1.4\n2 0 obj<</Type/Catalog/Pages 3 0 R>>endobj\n3 0 obj<</Type/Pages/Count 0/Kids[]>>endobj\n"
+        f"trailer<<{trailer}>>\n%%EOF\n"
+    )
+    script = (ROOT / "examples" / "ocr.py").read_text().replace("8192", "600").replace("2048", "64")
     (folder / "ocr.py").write_text(script)
-    out = run_python(folder / "ocr.py", path, folder / "pages").stdout
-    first, second = sorted(out.split("==== ")[1:])  # as they are finished
-    assert first.startswith("a.png\n") and len(first) > len("a.png\n") + 1
-    assert second.startswith("b.png\nerror: the image cannot be read")
+    out = run_python(folder / "ocr.py", path, pages, folder / "secret.pdf", folder / "none.png").stdout
+    found = dict(part.split("\n", 1) for part in out.split("==== ")[1:] if not part.startswith("cut: "))
+    name = str(pages / "c.pdf")
+    first, second = f"{name}, page 1 of 2", f"{name}, page 2 of 2"
+    has_pdf = find_spec("pypdfium2") is not None
+    read = [str(pages / "a.png"), *([first, second] if has_pdf else [])]
+    others = [str(pages / "b.png"), str(folder / "secret.pdf"), str(folder / "none.png"), *([] if has_pdf else [name])]
+    assert {*found} == {*read, *others}
+    assert all(not found[each].startswith("error") for each in read)
+    assert out.count("==== cut: the page has more text than max_tokens=64") == len(read)  # random weights never stop
+    assert found[others[0]].startswith("error: the image cannot be read")
+    assert ("password" if has_pdf else "pip install '.[pdf]'") in found[others[1]]
+    assert "No such file" in found[others[2]]
+    for given, why in (([], "required: model, paths"), ([path, folder / "none"], "no .jpeg, .jpg, .pdf, .png")):
+        (folder / "none").mkdir(exist_ok=True)
+        done = run_python(folder / "ocr.py", *given, check=False)
+        assert done.returncode == 2 and why in done.stderr and "Traceback" not in done.stderr
 
 
 def test_images_of_rows():
@@ -215,6 +240,13 @@ def test_names_of_vllm(path, folder, png, url, expected):
         assert f"vllm.{name}" in modules.MODULES
     assert modules.resolve("fetch_image")(str(folder / "pages" / "a.png")).tobytes() == PAGE.tobytes()
     assert modules.resolve("MultiModalDataDict") is dict
+    clear = Image.fromarray(np.array([[[200, 0, 0, 255], [0, 0, 0, 0], [0, 0, 0, 128]]], np.uint8))
+    convert, rescale = map(modules.resolve, ("convert_image_mode", "rescale_image_size"))
+    assert np.array(convert(clear, "RGB")).tolist() == [[[200, 0, 0], [255] * 3, [127] * 3]]
+    assert convert(PAGE, "RGB") is PAGE and convert(PAGE, "L").mode == "L" and convert(clear, "LA").mode == "LA"
+    assert rescale(PAGE, 0.3).size == tuple(int(0.3 * side) for side in PAGE.size)
+    turned = rescale(PAGE, 1.0, transpose=Image.Transpose.ROTATE_90)
+    assert turned.tobytes() == PAGE.rotate(90, expand=True).tobytes()
     one_host = {"model": path, "allowed_media_domains": ["x.org"]}
     assert options.to_nanovllm(one_host)["allowed_media_domains"] == ["x.org"]
     with refuses("mm_processor_kwargs: the image processor has no option 'num_crops'.", ConfigError):
