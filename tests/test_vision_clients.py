@@ -115,6 +115,25 @@ def test_a_job_with_images(folder, path, url, expected):
     assert "cannot be fetched" in again["host"]["error"]["message"]
 
 
+def test_a_job_keeps_the_secrets_of_urls(folder, path, capfd):
+    """They stood in OUT and on stderr: of a URL that cannot be fetched, and of a row or a part that is refused."""
+    secret = "http://me:s3cr3t@127.0.0.1:9/a.png?sig=s3cr3t"
+    part = {"type": "image_url", "image_url": {"url": secret}}
+    rows = [{"image": secret}, {"image": {"path": secret}}, {"messages": says(part, READ)}, {"messages": secret},
+            {"messages": json.dumps([secret])}, {"messages": says({**part, "image_url": 3, "type": secret})},
+            {"body": secret}, {"body": {"messages": says(part, READ), "logit_bias": secret}}, {"id": [secret]},
+            {"image": secret.replace("http", "s3")}, secret]  # fmt: skip
+    source = folder / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found, status = batch(folder, source, path, "--metrics", str(folder / "metrics.jsonl"),
+                          "--allowed-media-domains", '["127.0.0.1"]')  # fmt: skip
+    assert status == 3 and len(found) == len(rows) and all(record["error"] for record in found.values())
+    assert "the image 'http://127.0.0.1:9/a.png' cannot be fetched" in found["row-0"]["error"]["message"]
+    assert main(["batch", secret, str(folder / "x.jsonl")]) == 1  # IN is a URL
+    texts = [capfd.readouterr().err, *(file.read_text() for file in folder.parent.rglob("*.json*") if file != source)]
+    assert len(texts) > 3 and not any("s3cr3t" in text for text in texts), texts
+
+
 def test_a_job_of_parquet_or_csv(folder, path, png, url, expected):
     one, two, _ = expected
     with (folder / "rows.csv").open("w", newline="") as file:
