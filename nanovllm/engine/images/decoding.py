@@ -99,7 +99,8 @@ def _opened(data: bytes) -> tuple[str, Any]:
 
 def _check_work(name: str, image: Any, data: bytes) -> None:
     """Raise RequestError where the decoder would work for more than a second."""
-    (width, height), (per_byte, per_value) = image.size, FORMATS[name]
+    is_raw = name == "TIFF" and image.info.get("compression") == "raw"
+    (width, height), (per_byte, per_value) = image.size, FORMATS["BMP" if is_raw else name]
     num_values = width * height * len(image.getbands()) * _depth(name, image, data) // 8
     num_ns = len(data) * per_byte + num_values * per_value
     num_ns += width * height * (PIXEL_NS + (ALPHA_NS if _is_transparent(image) else 0.0))
