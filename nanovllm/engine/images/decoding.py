@@ -44,13 +44,12 @@ def open_image(source: Any) -> Any:
             raise RequestError(f"the image has {width:,} x {height:,} pixels; allowed are {MAX_PIXELS:,}.")
         if name:
             _check_work(name, image, source)
-        elif image.format == "TIFF" and image.n_frames > 1:
-            raise _several_pages(image.n_frames)
+            ImageOps.exif_transpose(image, in_place=True)
+            return _as_rgb(image, image, name == "PNG" and source[24] == 16)
         with LOCKS[id(source) // 16 % len(LOCKS)]:
-            if name:
-                ImageOps.exif_transpose(image, in_place=True)
-            upright = image if name else ImageOps.exif_transpose(image)
-            return _as_rgb(upright, image, name == "PNG" and source[24] == 16)
+            if image.format == "TIFF" and image.n_frames > 1:
+                raise _several_pages(image.n_frames)
+            return _as_rgb(ImageOps.exif_transpose(image), image, False)
     except RequestError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):  # of a plugin, which calls PIL's limit
