@@ -3,19 +3,40 @@
 Their texts give the value, the values allowed and the remedy. ``assert`` is for bugs of the library.
 """
 
+import re
 
-MAX_TEXT = 2000  # characters of an error; a text may repeat a value of any length
-HEAD, TAIL = 1400, 500
+MAX_TEXT = 2000  # characters of an error; it may repeat a value of any length
+HEAD, TAIL = 1400, 500  # of a longer one, which keep the value's name and the remedy
+# A URL in any text: the scheme; credentials, or a password that was cut before its "@"; host and path; query and
+# fragment, up to a white space and the marks that close a quotation before it.
+URL = re.compile(
+    r"""([a-z][a-z0-9+.-]{1,19}:/+)(?:[^\s'"/?\#]*@|[^\s'"/@:\[]*:(?!\d{0,5}(?!\w))(?:[^\s'"]*@|[^\s'"/]*))?"""
+    r"""([^\s'"?\#]*)(?:[?\#]\S*?(?=['"]?[.,;:)\]}]*(?:\s|$)))?""", re.I,
+)  # fmt: skip
+
+
+def without_secrets(text: str) -> str:
+    """A text whose URLs have neither credentials nor queries."""
+    return URL.sub(r"\1\2", text)
 
 
 class NanoVLLMError(Exception):
-    """Base of all errors below; each is also a ValueError or a RuntimeError. A long text loses its middle."""
+    """Base of all errors below; each is also a ValueError or a RuntimeError.
 
-    def __str__(self) -> str:
-        text = super().__str__()
-        if len(text) <= MAX_TEXT:
-            return text
-        return f"{text[:HEAD]} [... {len(text) - HEAD - TAIL:,} characters ...] {text[-TAIL:]}"
+    Its text quotes URLs ``without_secrets``. A long text loses its middle.
+    """
+
+    def __init__(self, *args: object):
+        super().__init__(*(_fitted(arg) if isinstance(arg, str) else arg for arg in args))
+
+
+def _fitted(text: str) -> str:
+    if len(text) <= MAX_TEXT:
+        return without_secrets(text)
+    # Parts are searched, because the search takes time quadratic in the length; a URL that is cut in two is left out.
+    head, tail = text[:HEAD], text[-TAIL:].partition(" ")[2]
+    num_cut = len(text) - len(head) - len(tail)
+    return f"{without_secrets(head)} [... {num_cut:,} characters ...] {without_secrets(tail)}"
 
 
 class ConfigError(NanoVLLMError, ValueError):
@@ -64,7 +85,8 @@ class WorkerError(NanoVLLMError, RuntimeError):
     """
 
     def __init__(self, rank: int, worker_traceback: str):
-        super().__init__(rank, worker_traceback)  # pickled as these arguments
+        # pickled as these arguments; a traceback is kept whole
+        RuntimeError.__init__(self, rank, worker_traceback)
         self.rank, self.worker_traceback = rank, worker_traceback
 
     def __str__(self) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import vision_families
 from helpers import ROOT, greedy, refuses, run, run_python, tokens_of
+from PIL import Image
 from vision_families import image
 
 from nanovllm import LLM, ConfigError
@@ -120,6 +121,25 @@ def test_a_job_with_images(folder, path, url, expected):
     assert "cannot be fetched" in again["host"]["error"]["message"]
 
 
+def test_a_job_keeps_the_secrets_of_urls(folder, path, capfd):
+    """They stood in OUT and on stderr: of a URL that cannot be fetched, and of a row or a part that is refused."""
+    secret = "http://me:s3cr3t@127.0.0.1:9/a.png?sig=s3cr3t"
+    part = {"type": "image_url", "image_url": {"url": secret}}
+    rows = [{"image": secret}, {"image": {"path": secret}}, {"messages": says(part, READ)}, {"messages": secret},
+            {"messages": json.dumps([secret])}, {"messages": says({**part, "image_url": 3, "type": secret})},
+            {"body": secret}, {"body": {"messages": says(part, READ), "logit_bias": secret}}, {"id": [secret]},
+            {"image": secret.replace("http", "s3")}, secret]  # fmt: skip
+    source = folder / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found, status = batch(folder, source, path, "--metrics", str(folder / "metrics.jsonl"),
+                          "--allowed-media-domains", '["127.0.0.1"]')  # fmt: skip
+    assert status == 3 and len(found) == len(rows) and all(record["error"] for record in found.values())
+    assert "the image 'http://127.0.0.1:9/a.png' cannot be fetched" in found["row-0"]["error"]["message"]
+    assert main(["batch", secret, str(folder / "x.jsonl")]) == 1  # IN is a URL
+    texts = [capfd.readouterr().err, *(file.read_text() for file in folder.parent.rglob("*.json*") if file != source)]
+    assert len(texts) > 3 and not any("s3cr3t" in text for text in texts), texts
+
+
 def test_a_job_of_parquet_or_csv(folder, path, png, url, expected):
     one, two, _ = expected
     with (folder / "rows.csv").open("w", newline="") as file:
@@ -144,14 +164,38 @@ def test_a_directory_may_be_named(folder, path, expected):
 
 
 def test_the_example_reads_pages(folder, path):
-    """examples/ocr.py: a page that cannot be read is an error of its own."""
-    (folder / "pages" / "b.png").write_bytes(b"no image")
-    script = (ROOT / "examples" / "ocr.py").read_text().replace("8192", "600")
+    """examples/ocr.py: folders, images and PDFs. A page that cannot be read is an error of its own, with its name; an
+    answer that is cut says so.
+    """
+    pages = folder / "pages"
+    (pages / "b.png").write_bytes(b"no image")
+    PAGE.copy().save(pages / "c.pdf", save_all=True, append_images=[PAGE.rotate(90)], resolution=200)
+    secret = {"Root": "2 0 R", "Encrypt": f"<</Filter/Standard/V 1/R 2/P -4/O<{'00' * 32}>/U<{'11' * 32}>>>",
+              "ID": f"[<{'22' * 16}><{'22' * 16}>]", "Size": "4"}  # fmt: skip
+    trailer = "".join(f"/{name} {value}" for name, value in secret.items())
+    (folder / "secret.pdf").write_text(
+        "%PDF-1.4\n2 0 obj<</Type/Catalog/Pages 3 0 R>>endobj\n3 0 obj<</Type/Pages/Count 0/Kids[]>>endobj\n"
+        f"trailer<<{trailer}>>\n%%EOF\n"
+    )
+    script = (ROOT / "examples" / "ocr.py").read_text().replace("8192", "600").replace("2048", "64")
     (folder / "ocr.py").write_text(script)
-    out = run_python(folder / "ocr.py", path, folder / "pages").stdout
-    first, second = sorted(out.split("==== ")[1:])  # as they are finished
-    assert first.startswith("a.png\n") and len(first) > len("a.png\n") + 1
-    assert second.startswith("b.png\nerror: the image cannot be read")
+    out = run_python(folder / "ocr.py", path, pages, folder / "secret.pdf", folder / "none.png").stdout
+    found = dict(part.split("\n", 1) for part in out.split("==== ")[1:] if not part.startswith("cut: "))
+    name = str(pages / "c.pdf")
+    first, second = f"{name}, page 1 of 2", f"{name}, page 2 of 2"
+    has_pdf = find_spec("pypdfium2") is not None
+    read = [str(pages / "a.png"), *([first, second] if has_pdf else [])]
+    others = [str(pages / "b.png"), str(folder / "secret.pdf"), str(folder / "none.png"), *([] if has_pdf else [name])]
+    assert {*found} == {*read, *others}
+    assert all(not found[each].startswith("error") for each in read)
+    assert out.count("==== cut: the page has more text than max_tokens=64") == len(read)  # random weights never stop
+    assert found[others[0]].startswith("error: the image cannot be read")
+    assert ("password" if has_pdf else "pip install '.[pdf]'") in found[others[1]]
+    assert "No such file" in found[others[2]]
+    for given, why in (([], "required: model, paths"), ([path, folder / "none"], "no .jpeg, .jpg, .pdf, .png")):
+        (folder / "none").mkdir(exist_ok=True)
+        done = run_python(folder / "ocr.py", *given, check=False)
+        assert done.returncode == 2 and why in done.stderr and "Traceback" not in done.stderr
 
 
 def test_images_of_rows():
@@ -244,6 +288,13 @@ def test_names_of_vllm(path, folder, png, url, expected):
         assert f"vllm.{name}" in modules.MODULES
     assert modules.resolve("fetch_image")(str(folder / "pages" / "a.png")).tobytes() == PAGE.tobytes()
     assert modules.resolve("MultiModalDataDict") is dict
+    clear = Image.fromarray(np.array([[[200, 0, 0, 255], [0, 0, 0, 0], [0, 0, 0, 128]]], np.uint8))
+    convert, rescale = map(modules.resolve, ("convert_image_mode", "rescale_image_size"))
+    assert np.array(convert(clear, "RGB")).tolist() == [[[200, 0, 0], [255] * 3, [127] * 3]]
+    assert convert(PAGE, "RGB") is PAGE and convert(PAGE, "L").mode == "L" and convert(clear, "LA").mode == "LA"
+    assert rescale(PAGE, 0.3).size == tuple(int(0.3 * side) for side in PAGE.size)
+    turned = rescale(PAGE, 1.0, transpose=Image.Transpose.ROTATE_90)
+    assert turned.tobytes() == PAGE.rotate(90, expand=True).tobytes()
     one_host = {"model": path, "allowed_media_domains": ["x.org"]}
     assert options.to_nanovllm(one_host)["allowed_media_domains"] == ["x.org"]
     with refuses("mm_processor_kwargs: the image processor has no option 'num_crops'.", ConfigError):

@@ -93,7 +93,8 @@ def main(argv: list[str] | None = None) -> int:
             args.sampling = {f.name: getattr(args, f.name) for f in SAMPLING_FIELDS if hasattr(args, f.name)}
         return run(args)
     except (NanoVLLMError, OSError) as error:
-        print(f"nanovllm {args.command}: error: {error}", file=sys.stderr)
+        # an OSError may quote a URL, as all of the library's do
+        print(f"nanovllm {args.command}: error: {NanoVLLMError(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

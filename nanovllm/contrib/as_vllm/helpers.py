@@ -68,6 +68,25 @@ def load_chat_template(chat_template: Any, *, is_literal: bool = False) -> str |
         return chat_template
 
 
+def convert_image_mode(image: Any, to_mode: str) -> Any:
+    """A PIL image in another mode; RGBA as RGB is composited on white."""
+    if image.mode == to_mode:
+        return image
+    if (image.mode, to_mode) != ("RGBA", "RGB"):
+        return image.convert(to_mode)
+    from PIL import Image
+
+    page = Image.new("RGB", image.size, "white")
+    page.paste(image, mask=image)
+    return page
+
+
+def rescale_image_size(image: Any, size_factor: float, transpose: int = -1) -> Any:
+    """A PIL image with sides ``size_factor`` times as long, rounded down; then PIL's ``transpose``, unless negative."""
+    rescaled = image.resize((int(image.width * size_factor), int(image.height * size_factor)))
+    return rescaled if transpose < 0 else rescaled.transpose(transpose)
+
+
 def random_uuid() -> str:
     return uuid.uuid4().hex
 

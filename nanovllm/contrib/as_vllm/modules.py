@@ -53,7 +53,8 @@ SOURCES = {
     ".helpers": "LoRARequest get_tokenizer cached_get_tokenizer=get_tokenizer get_cached_tokenizer=get_tokenizer "
         "cached_tokenizer_from_config=get_tokenizer resolve_hf_chat_template random_uuid get_open_port set_random_seed "
         "resolve_chat_template=resolve_hf_chat_template seed_everything=set_random_seed cleanup_dist_env_and_memory "
-        "current_platform load_chat_template destroy_model_parallel=cleanup_dist_env_and_memory "
+        "current_platform load_chat_template convert_image_mode rescale_image_size "
+        "destroy_model_parallel=cleanup_dist_env_and_memory "
         "destroy_distributed_environment=cleanup_dist_env_and_memory",
     ".pooling": "PoolingParams PoolerConfig PoolingOutput",
     "nanovllm.sampling_params": "RepetitionDetectionParams",

@@ -9,22 +9,24 @@ import json
 import math
 import os
 import sys
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from threading import RLock
 from typing import Any
 
 import numpy as np
 
 from nanovllm.config import Config
 from nanovllm.engine.images.attachment import Images, wrong_count
+from nanovllm.engine.images.decoding import open_image
 from nanovllm.engine.images.factory import KEYS, data_of, has_keys, options_of
+from nanovllm.engine.images.fetching import end_all
 from nanovllm.engine.images.messages import SizedImage
-from nanovllm.engine.images.sources import Permissions, open_image, read_source
+from nanovllm.engine.images.sources import Permissions, name_of, read_source
 from nanovllm.engine.text.prompts import as_token_ids, split_prompt
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.errors import CheckpointError, ConfigError, RequestError, as_request_error
@@ -37,6 +39,17 @@ NO_LIMIT = 999  # images of a prompt
 NUM_THREADS = min(16, os.cpu_count() or 1)
 SIDES = ("resized_height", "resized_width")  # of an image, in pixels
 MAX_PROCESSORS = 64  # that are kept, each with other options
+EXECUTORS: "weakref.WeakSet[ThreadPoolExecutor]" = weakref.WeakSet()  # of all engines
+
+
+def _end() -> None:
+    """Let the interpreter's end wait for images that are being decoded, not for a host nor for those in the queue."""
+    end_all()
+    for threads in list(EXECUTORS):
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
+threading._register_atexit(_end)  # type: ignore[attr-defined]  # before executors are joined, which were imported above
 
 
 class Image:
@@ -83,9 +96,10 @@ class ImageLoader:
         self._limit = (config.limit_mm_per_prompt or {}).get("image", NO_LIMIT)
         self._options = options = {**vision.processor_options, **options_of(config.mm_processor_kwargs)}
         self.threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="nanovllm-images")
+        EXECUTORS.add(self.threads)
         self.num_bytes = 0  # of the pixels that wait
         self._waiting: OrderedDict[object, dict[str, Any]] = OrderedDict()
-        self._lock = RLock()  # a collection may let go of pixels in a thread that holds it
+        self._lock = threading.RLock()  # a collection may let go of pixels in a thread that holds it
         self._processors: dict[str, Any] = {}  # by their options
         self._processor({}, CheckpointError)
         self._processor(options, ConfigError)
@@ -165,7 +179,14 @@ class ImageLoader:
     def _load(self, source: Any, options: dict[str, Any]) -> Image:
         if isinstance(source, SizedImage):
             source, options = source.source, {**options, **source.options}
-        return source if isinstance(source, Image) else Image(self, read_source(source, self.permissions), options)
+        if isinstance(source, Image):
+            return source
+        data = read_source(source, self.permissions)
+        try:
+            return Image(self, data, options)
+        except RequestError as error:
+            name = name_of(source)
+            raise RequestError(f"{name}: {error}" if name else str(error)) from None
 
     def _check_sizes(self, sizes: dict[str, int]) -> None:
         """Raise RequestError for sizes of one image that contradict each other, or where the processor has none."""

@@ -1,32 +1,22 @@
 """Where images come from: PIL, numpy, bytes, data URLs, and files and URLs that the user has allowed.
 
-Owns the permissions and the bounds: nothing is read from disk or net unless an option of ``LLM`` allows it, and no
-image is decoded whose header promises more pixels than ``MAX_PIXELS``. Every error is one of the request.
+Owns the permissions: nothing is read from disk or net unless an option of ``LLM`` allows it. Every error is one of the
+request.
 """
 
 import base64
-import io
-import urllib.error
+import re
 import urllib.parse
 import urllib.request
-from contextlib import closing
-from http.client import HTTPException
 from pathlib import Path
-from threading import Lock
-from time import monotonic
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from nanovllm.engine.images.fetching import fetch, shown
 from nanovllm.errors import RequestError
 
 MAX_BYTES = 64 << 20  # of an encoded image
-MAX_PIXELS = 89_000_000  # a page of A4 at 600 dpi has 35 million; PIL warns of more than 89
-TIMEOUT_S = 10.0  # of a connection, and of each read
-FETCH_S = 60.0  # of all reads of an image
-# Others have parsers that run programs (EPS) or that nobody attacks and mends.
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
-LOCKS = [Lock() for _ in range(64)]  # by identity: two threads must not read one PIL image, which opens its file late
 FORMS = "a PIL image, a numpy array uint8 [H, W, 3], bytes, a data URL, or an allowed path or URL"
 
 
@@ -58,32 +48,18 @@ def read_source(source: Any, allowed: Permissions) -> Any:
         raise RequestError(f"an image must be {FORMS}, not {type(source).__name__}.")
     if source.startswith("data:"):
         return _bounded(_decode_data_url(source))
-    if source.startswith(("http://", "https://")):
-        return _fetch(source, allowed)
+    if re.match("https?://", source, re.I):
+        return _bounded(fetch(source, allowed.domains, MAX_BYTES))
     if source.startswith("file:"):
         source = urllib.request.url2pathname(urllib.parse.urlparse(source).path)
     return _read_file(source, allowed)
 
 
-def open_image(source: Any) -> Any:
-    """Decode to an upright RGB image, as transformers' ``load_image`` does; raises RequestError."""
-    from PIL import Image, ImageOps, UnidentifiedImageError
-
-    try:
-        image = source if hasattr(source, "convert") else Image.open(io.BytesIO(source), formats=FORMATS)
-        width, height = image.size
-        if width * height > MAX_PIXELS:
-            raise RequestError(f"the image has {width:,} x {height:,} pixels; allowed are {MAX_PIXELS:,}.")
-        with LOCKS[id(source) // 16 % len(LOCKS)]:
-            return ImageOps.exif_transpose(image).convert("RGB")
-    except RequestError:
-        raise
-    except UnidentifiedImageError:
-        raise RequestError(f"the image cannot be read: it is none of {', '.join(FORMATS)}.") from None
-    except Exception as error:  # decoders raise anything
-        advice = "" if isinstance(source, bytes) else " A PIL image must stay open until its request is finished."
-        reason = str(error) or type(error).__name__
-        raise RequestError(f"the image cannot be read: {reason:.300}.{advice}") from None
+def name_of(source: Any) -> str:
+    """The path or URL of an image, quoted; "" if it has none."""
+    source = source.get("path") if isinstance(source, dict) and source.get("bytes") is None else source
+    is_name = isinstance(source, Path) or (isinstance(source, str) and not source.startswith("data:"))
+    return shown(str(source)) if is_name else ""
 
 
 def _bounded(data: bytes) -> bytes:
@@ -115,62 +91,21 @@ def _decode_data_url(url: str) -> bytes:
 
 
 def _read_file(name: str, allowed: Permissions) -> bytes:
+    named = shown(name)
     if (root := allowed.local_path) is None:
         raise RequestError(
-            f"the image {name!r:.200} is a file; LLM(allowed_local_media_path=...) must name a directory that holds "
+            f"the image {named} is a file; LLM(allowed_local_media_path=...) must name a directory that holds "
             "it. Or give its bytes."
         )
     try:
         path = Path(root, name).resolve(strict=True)
         if not path.is_relative_to(root):
-            raise RequestError(f"the image {name!r:.200} lies outside allowed_local_media_path={str(root)!r}.")
+            raise RequestError(f"the image {named} lies outside allowed_local_media_path={str(root)!r}.")
         if not path.is_file():
-            raise RequestError(f"the image {name!r:.200} is no regular file.")
+            raise RequestError(f"the image {named} is no regular file.")
         with path.open("rb") as file:
             return _bounded(file.read(MAX_BYTES + 1))
     except (OSError, ValueError, RuntimeError) as error:
         if isinstance(error, RequestError):
             raise
-        raise RequestError(f"the image {name!r:.200} cannot be read: {getattr(error, 'strerror', error)}.") from None
-
-
-class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Checks every hop."""
-
-    def __init__(self, allowed: Permissions):
-        self._allowed = allowed
-
-    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
-        with closing(fp):  # not of this hop, but of the answer that leads to it
-            _require_domain(newurl, self._allowed)
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
-def _require_domain(url: str, allowed: Permissions) -> None:
-    parts = urllib.parse.urlparse(url)
-    if parts.scheme not in ("http", "https") or not ("*" in allowed.domains or parts.hostname in allowed.domains):
-        raise RequestError(
-            f"the image {url!r:.200} is on the net; LLM(allowed_media_domains=[...]) must name its host "
-            f"{parts.hostname!r}. Allowed: {list(allowed.domains)}."
-        )
-
-
-def _fetch(url: str, allowed: Permissions) -> bytes:
-    try:
-        _require_domain(url, allowed)
-        # its handlers of files and of FTP are out of reach: the scheme of every hop is checked
-        opener = urllib.request.build_opener(_Redirects(allowed))
-        request = urllib.request.Request(url, headers={"User-Agent": "nanovllm"})
-        with opener.open(request, timeout=TIMEOUT_S) as response:
-            data, end = bytearray(), monotonic() + FETCH_S
-            while len(data) <= MAX_BYTES and (part := response.read1(1 << 16)):
-                data += part
-                if monotonic() > end:
-                    raise TimeoutError(f"it takes more than {FETCH_S:g} s")
-            return _bounded(bytes(data))
-    except (OSError, ValueError, HTTPException) as error:
-        if isinstance(error, RequestError):
-            raise
-        if isinstance(error, urllib.error.HTTPError):
-            error.close()
-        raise RequestError(f"the image {url!r:.200} cannot be fetched: {error!s:.200}") from None
+        raise RequestError(f"the image {named} cannot be read: {getattr(error, 'strerror', error)}.") from None
