@@ -17,11 +17,11 @@ from nanovllm.engine.text.detokenizer import decode, decode_completion, decode_t
 from nanovllm.engine.text.fast_tokenizer import FastTokenizer, load_fast
 from nanovllm.engine.text.lengths import LONG, Lengths
 from nanovllm.engine.text.reasoning import THINK, ReasoningMarks, finder_of, marks_of
+from nanovllm.engine.text.template_worker import TemplateWorker
 from nanovllm.errors import CheckpointError, RequestError, as_request_error
 from nanovllm.outputs import ReasoningBlock
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checkpoint import LOADING_LOCK
-from nanovllm.utils.time_limit import TimeLimitError, time_limit
 
 T = TypeVar("T")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -46,6 +46,7 @@ class AsyncTokenizer:
         self._marks: ReasoningMarks | None = None  # the user's
         self._no_text = done("")  # one for all: making one takes as long as the rest of an output
         self._lengths = Lengths()
+        self._templates = TemplateWorker()
         if not skip:
             if not any((Path(model_path) / name).exists() for name in TOKENIZER_FILES):
                 raise CheckpointError(
@@ -113,7 +114,12 @@ class AsyncTokenizer:
 
     def apply_chat_template(self, messages: list[dict], /, **kwargs: Any) -> str:
         """The conversation as text. ``kwargs`` go to transformers; those it does not know, to the template."""
+        return self.apply_chat_templates([messages], **kwargs)[0]
+
+    def apply_chat_templates(self, conversations: ListLike[ListLike[dict]], /, **kwargs: Any) -> list[str]:
+        """The text of each conversation, all with the same ``kwargs``."""
         self._required()
+        self._templates.start()  # in the background, while this process imports transformers too
         tokenizer = self.of_transformers()
         if kwargs.get("tools") and "tools" not in self.template_variables(kwargs.get("chat_template")):
             raise RequestError("the chat template reads no tools, so the model would not be told of them.")
@@ -122,18 +128,11 @@ class AsyncTokenizer:
                 "chat() needs a tokenizer with a chat template; this model has none. Use generate(), or give "
                 "chat_template."
             )
-        messages = [{name: _as_text(x) if name == "content" else x for name, x in m.items()} for m in messages]
-        try:
-            with time_limit(TEMPLATE_SECONDS):
-                return tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
-        except TimeLimitError:
-            raise RequestError(
-                f"the model's chat template takes more than {TEMPLATE_SECONDS:g} s for these messages: one of its "
-                "loops may be endless. Give another chat_template."
-            ) from None
-        except Exception as error:  # a template may raise anything
-            why = str(error) or type(error).__name__  # a MemoryError says nothing
-            raise RequestError(f"the model's chat template cannot take these messages: {why}") from None
+        conversations = [
+            [{name: _as_text(x) if name == "content" else x for name, x in m.items()} for m in messages]
+            for messages in conversations
+        ]
+        return self._templates.render(tokenizer, conversations, kwargs, TEMPLATE_SECONDS, MAX_CHARACTERS)
 
     def template_variables(self, chat_template: str | None) -> set[str]:
         """Names in the code of the chat template, such as "enable_thinking"."""
@@ -184,6 +183,7 @@ class AsyncTokenizer:
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._templates.close()
 
 
 @dataclass(slots=True)
