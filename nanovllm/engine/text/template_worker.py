@@ -19,6 +19,7 @@ import decimal
 import faulthandler
 import inspect
 import marshal
+import mmap
 import os
 import signal
 import struct
@@ -236,7 +237,8 @@ def serve() -> None:
     sys.modules["torch"] = None  # type: ignore[assignment]  # a template needs none; its import may take seconds
     from transformers import PreTrainedTokenizerBase
 
-    apply, enough = PreTrainedTokenizerBase.apply_chat_template, _limit_memory()
+    apply, at_start = PreTrainedTokenizerBase.apply_chat_template, _memory()
+    _limit_memory(at_start + MEMORY)
     _limit_time(0)
     _reply(replies, True, False, "")
     while header := requests.read(REQUEST.size):
@@ -254,7 +256,8 @@ def serve() -> None:
                 is_text, why = False, _failure(error)
             _limit_time(0)
             is_end = not is_text or i == len(conversations)
-            _reply(replies, is_text, is_end and _peak_memory() > enough, text if is_text else why)
+            # what stays occupied, as by the templates that transformers keeps, would be missing for the next
+            _reply(replies, is_text, is_end and _memory() > at_start + MEMORY // 4, text if is_text else why)
             if is_end:
                 break  # nobody reads on after an error
     os._exit(0)
@@ -276,28 +279,21 @@ def _limit_time(seconds: float) -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _limit_memory() -> float:
-    """Limit this process's memory where the system can; returns the peak in bytes beyond which it is to be replaced.
+def _limit_memory(num_bytes: int) -> None:
+    """Make allocations beyond so many bytes fail, where the system can."""
+    if sys.platform == "linux":
+        import resource
 
-    Memory that one template left occupied, in caches or in fragments, would be missing for the next.
-    """
-    if sys.platform != "linux":
-        return float("inf")
-    import resource
-
-    with open("/proc/self/statm") as file, suppress(ValueError, OSError):  # a stricter limit is in force
-        limit = int(file.read().split()[0]) * resource.getpagesize() + MEMORY
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    return _peak_memory() + MEMORY / 4
+        with suppress(ValueError, OSError):  # a stricter limit is in force
+            resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
 
 
-def _peak_memory() -> float:
-    """The most bytes that this process has occupied; 0 where there is no limit."""
+def _memory() -> int:
+    """The bytes of this process's address space; 0 where it has no limit."""
     if sys.platform != "linux":
         return 0
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * mmap.PAGESIZE
 
 
 def _end_with_parent(parent: int) -> None:

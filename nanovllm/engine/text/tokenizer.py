@@ -140,7 +140,7 @@ class AsyncTokenizer:
         own = self.of_transformers().chat_template  # several may have names
         template = (own.get(chat_template, chat_template) if isinstance(own, dict) else chat_template) or own
         sources = template.values() if isinstance(template, dict) else [template or ""]
-        code = (block for source in sources for block in re.findall(r"{[{%].*?[%}]}", source, re.DOTALL))
+        code = (block for source in sources for block in re.findall(r"{[{%].*?(?:[%}]}|\Z)", source, re.DOTALL))
         return {name for block in code for name in re.findall(r"[^\W\d]\w*", block)}
 
     def decode_later(self, token_ids: list[int], params: SamplingParams) -> "Future[str]":
