@@ -196,10 +196,10 @@ def test_gigabytes(render, worker, template):
 @ON_LINUX
 def test_a_worker_that_has_grown_is_replaced(tokenizer, monkeypatch):
     """transformers keeps templates: memory that they occupy would be missing for the next conversation."""
-    less = "import nanovllm.engine.text.template_worker as module; module.MEMORY = 100 << 20; "
+    less = "import nanovllm.engine.text.template_worker as module; module.LEFTOVER = 10 << 20; "
     monkeypatch.setattr(template_worker, "PROGRAM", template_worker.PROGRAM.replace("from", less + "from"))
     worker, pids = TemplateWorker(), []
-    for size in (1, 2, 6 * 10**6, 1):
+    for size in (1, 2, 3 * 10**6, 1):
         options = {"chat_template": "{{ messages[0].content }}{% if x %}" + size * "x" + "{% endif %}"}
         assert worker.render(tokenizer, [HI] * (CHUNK + 1), options, 20.0, 1000) == ["hi"] * (CHUNK + 1)
         pids.append(worker._process and worker._process.pid)

@@ -39,7 +39,8 @@ from typing import Any, BinaryIO
 
 from nanovllm.errors import RequestError
 
-MEMORY = 2 << 30  # bytes above those at the start
+MEMORY = 2 << 30  # bytes beyond those at the start
+LEFTOVER = 512 << 20  # of them, bytes still occupied after a request: the worker is replaced
 CHUNK = 64  # conversations of one request
 START_SECONDS = 120.0  # for imports from a cold disk
 PROGRAM = (
@@ -257,7 +258,7 @@ def serve() -> None:
             _limit_time(0)
             is_end = not is_text or i == len(conversations)
             # what stays occupied, as by the templates that transformers keeps, would be missing for the next
-            _reply(replies, is_text, is_end and _memory() > at_start + MEMORY // 4, text if is_text else why)
+            _reply(replies, is_text, is_end and _memory() > at_start + LEFTOVER, text if is_text else why)
             if is_end:
                 break  # nobody reads on after an error
     os._exit(0)
