@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from nanovllm.engine.text.detokenizer import decode, decode_completion, decode_tokens
 from nanovllm.engine.text.fast_tokenizer import FastTokenizer, load_fast
-from nanovllm.engine.text.lengths import LONG, Lengths
+from nanovllm.engine.text.lengths import LONG, Lengths, check_growth
 from nanovllm.engine.text.reasoning import THINK, ReasoningMarks, finder_of, marks_of
 from nanovllm.engine.text.template_worker import TemplateWorker
 from nanovllm.errors import CheckpointError, RequestError, as_request_error
@@ -223,7 +223,9 @@ def _load(model_path: str, trust_remote_code: bool) -> Any:
         tokenizer = load_fast(model_path)
     except BaseException:  # a damaged file may raise anything; transformers says what it makes of it
         tokenizer = None
-    return _load_with_transformers(model_path, trust_remote_code) if tokenizer is None else tokenizer
+    tokenizer = _load_with_transformers(model_path, trust_remote_code) if tokenizer is None else tokenizer
+    check_growth(tokenizer, model_path)
+    return tokenizer
 
 
 def _load_with_transformers(model_path: str, trust_remote_code: bool) -> Any:
