@@ -293,14 +293,16 @@ def test_a_worker_that_does_not_start(tokenizer, monkeypatch):
         worker.start()
 
 
-# it has no guard of its main module; a forked child that lives on holds the pipes open
+# a script without a guard of its main module; a forked child that lives on holds the pipes open
 SCRIPT = """
-import os, sys, threading, time
+import os, signal, sys, threading, time
 sys.modules["torch"] = None  # not needed
 from transformers import AutoTokenizer
 from nanovllm.engine.text import template_worker
 from nanovllm.engine.text.template_worker import TemplateWorker
 
+signal.signal(signal.SIGALRM, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 idle, busy = TemplateWorker(), TemplateWorker()
 busy.start()

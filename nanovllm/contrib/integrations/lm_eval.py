@@ -10,7 +10,6 @@ harness knows no rows of errors, and its metrics would count an empty answer as 
 import logging
 from typing import Any
 
-from jinja2 import TemplateError
 from tqdm import tqdm
 
 from nanovllm import LLM, ConfigError, EngineError, RequestError, SamplingParams
@@ -80,13 +79,13 @@ class NanoVLLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict], add_generation_prompt: bool = True) -> str:
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
-        options |= {"tokenize": False, **self.chat_template_args}
+        options |= self.chat_template_args
         try:
-            return self.tokenizer.apply_chat_template(chat_history, **options)
-        except TemplateError:
+            return self.llm.apply_chat_template(chat_history, **options)
+        except RequestError:
             logger.warning("The chat template refuses this conversation; trying without its system message.")
             rest = [message for message in chat_history if message["role"] != "system"]
-            return self.tokenizer.apply_chat_template(rest, **options)
+            return self.llm.apply_chat_template(rest, **options)
 
     def _loglikelihood_tokens(self, requests: list, disable_tqdm: bool = False, **_: Any) -> list[tuple[float, bool]]:
         """(sum of log-probabilities, whether greedy) of each (cache key, context ids, continuation ids)."""

@@ -1,17 +1,17 @@
 """Renders chat templates, which strangers wrote, in a process of its own.
 
-Owns that process, from its start to its end, and its limits. Knows nothing of which template a conversation takes, nor
-of its text's later use. Every template renders there, the checkpoint's too: a template that was harmless for one
-conversation may explode at the next, and one call of a C function (``9 ** (9 ** 10)``) cannot be cut within a process::
+Owns that process, from its start to its end, and its limits. Does not choose the template of a conversation. Every
+template renders there, also the checkpoint's: one that was harmless for a conversation may explode at the next, and one
+call of a C function (``9 ** (9 ** 10)``) cannot be interrupted within a process::
 
     engine's process                                     worker (``serve``)
     any thread, under a lock  -- stdin: one request -->   transformers' apply_chat_template
                               <- stdout: its text ------
 
-A request is ``marshal`` of plain data. The worker limits itself: a timer of the system ends it (``SECONDS`` are the
-caller's), and on Linux a limit of memory makes allocations fail; elsewhere time and the length of the text are the only
-limits. It ends with its engine, and when the engine's process is gone, however that ended. A worker that died is
-replaced at the next request. The start takes a second, mostly transformers' import: ``start`` does not wait for it.
+A request is plain data, as ``marshal`` writes it. The worker limits itself: a timer of the system ends it after the
+seconds of a request. On Linux, allocations beyond a limit fail; elsewhere only the time and the length of the text are
+limited. The worker ends with its engine, and with the engine's process, however that ends. The next request replaces a
+worker that has died. The start takes a second, mostly transformers' import: ``start`` does not wait for it.
 """
 
 import datetime
@@ -43,11 +43,9 @@ MEMORY = 2 << 30  # bytes beyond those at the start
 LEFTOVER = 512 << 20  # of them, bytes still occupied after a request: the worker is replaced
 CHUNK = 64  # conversations of one request
 START_SECONDS = 120.0  # for imports from a cold disk
-PROGRAM = (
-    "import sys; sys.path[:] = sys.argv[1:]; from nanovllm.engine.text.template_worker import serve; serve()"
-)
-REQUEST = struct.Struct("<Q")  # bytes that follow
-REPLY = struct.Struct("<??Q")  # is it the text, or an error; is the worker to be replaced; bytes that follow
+PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from nanovllm.engine.text.template_worker import serve; serve()"
+REQUEST = struct.Struct("<Q")  # number of bytes that follow
+REPLY = struct.Struct("<??Q")  # text or error; whether the worker is to be replaced; number of bytes that follow
 AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID, PurePath)
 RULE = "chat templates take text, numbers, booleans, None, lists and dictionaries"
 
@@ -59,7 +57,7 @@ class TemplateWorker:
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self._process: subprocess.Popen | None = None
-        self._is_up = False  # it has said so
+        self._is_up = False  # the process has reported that it is ready
         self._end: weakref.finalize | None = None
 
     def start(self) -> None:
@@ -233,6 +231,9 @@ def serve() -> None:
     """Main function of the worker: render requests from stdin until it is closed."""
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints is no reply
+    if hasattr(signal, "setitimer"):  # the parent may ignore the signal, or block it
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     _limit_time(START_SECONDS)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     sys.modules["torch"] = None  # type: ignore[assignment]  # a template needs none; its import may take seconds
@@ -266,14 +267,15 @@ def serve() -> None:
 
 def _reply(replies: BinaryIO, is_text: bool, is_last: bool, text: str) -> None:
     encoded = text.encode("utf-8", "surrogatepass")
-    replies.write(REPLY.pack(is_text, is_last, len(encoded)) + encoded)
+    replies.write(REPLY.pack(is_text, is_last, len(encoded)))
+    replies.write(encoded)
     replies.flush()
 
 
 def _limit_time(seconds: float) -> None:
     """End this process after so many seconds, whatever runs in it; 0 takes the limit back."""
     if hasattr(signal, "setitimer"):
-        signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM, which nobody handles, ends the process
+        signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM ends the process, without Python
     elif seconds:
         faulthandler.dump_traceback_later(seconds, exit=True)
     else:
@@ -298,7 +300,7 @@ def _memory() -> int:
 
 
 def _end_with_parent(parent: int) -> None:
-    """End this process with its parent, also where a forked child of that holds the pipe open."""
+    """End this process with its parent, even where a forked child of the parent holds the pipe open."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
