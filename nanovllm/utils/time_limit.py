@@ -1,4 +1,4 @@
-"""A limit for the time of Python code on a user's input, such as a grammar.
+"""A limit for the time of Python code that somebody else wrote, such as a checkpoint's chat template.
 
 Owns the watch and its exception. Only CPython's interpreter looks for it, so one long call of a C function is not cut.
 """

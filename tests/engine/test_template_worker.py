@@ -168,8 +168,29 @@ def test_a_template_that_waits(worker, tokenizer, monkeypatch):
     waits = "{% set n = 3 * messages | length %}{% if n > 3 %}{{ n ** (n ** 10) }}{% endif %}ok"
     monkeypatch.setattr(tokenizer, "chat_template", waits)
     assert worker.render(tokenizer, [HI] * 3, {}, 0.5, 1000) == ["ok"] * 3
+    for talks in ([HI, TALK, HI], [TALK]):
+        with refuses(TOO_LONG):
+            worker.render(tokenizer, talks, {}, 0.5, 1000)
+
+
+def test_a_form_that_the_checkpoints_template_has_rendered(worker, tokenizer, monkeypatch):
+    """Its next single conversation needs no switch of processes, and has the limits that a process has for itself."""
+    branches = "{% if messages[0].content == 'slow' %}" + "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+    branches += "{% elif messages[0].content == 'long' %}{{ 'x' * 1001 }}{% endif %}ok"
+    monkeypatch.setattr(tokenizer, "chat_template", branches)
+    slow, long = ([{"role": "user", "content": content}] for content in ("slow", "long"))
+    assert worker.render(tokenizer, [HI], {}, 20.0, 1000) == ["ok"]
+    worker.close()
+    assert worker.render(tokenizer, [HI], {}, 20.0, 1000) == ["ok"]
     with refuses(TOO_LONG):
-        worker.render(tokenizer, [HI, TALK, HI], {}, 0.5, 1000)
+        worker.render(tokenizer, [slow], {}, 0.5, 1000)
+    with refuses("the text has 1,003 characters; allowed are 1,000."):
+        worker.render(tokenizer, [long], {}, 20.0, 1000)
+    assert worker._process is None
+    for talk, options in ((TALK, {}), ([{**HI[0], "x": 1}], {}), (HI, {"x": 1}), (HI, {"chat_template": branches})):
+        assert worker.render(tokenizer, [talk], options, 20.0, 1000) == ["ok"]
+        assert worker._process is not None
+        worker.close()
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,16 @@
 """Renders chat templates, which strangers wrote, in a process of its own.
 
-Owns that process, from its start to its end, and its limits. Does not choose the template of a conversation. Every
-template renders there, also the checkpoint's: one that was harmless for a conversation may explode at the next, and one
-call of a C function (``9 ** (9 ** 10)``) cannot be interrupted within a process::
+Owns that process, from its start to its end, and its limits. Does not choose the template of a conversation. A call of
+a C function (``9 ** (9 ** 10)``) cannot be interrupted, except with its process::
 
     engine's process                                     worker (``serve``)
     any thread, under a lock  -- stdin: one request -->   transformers' apply_chat_template
                               <- stdout: its text ------
+
+There is one exception, because two switches of processes take longer than a conversation. The checkpoint's own template
+renders a single conversation in the engine's process once it has rendered one of the same form in the worker: the same
+roles and fields of messages, the same options. ``time_limit`` ends its loops there. A template that depends on more,
+such as a word or a date, could still hold that process.
 
 A request is plain data, as ``marshal`` writes it. The worker limits itself: a timer of the system ends it after the
 seconds of a request. On Linux, allocations beyond a limit fail; elsewhere only the time and the length of the text are
@@ -38,15 +42,21 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 from nanovllm.errors import RequestError
+from nanovllm.utils.time_limit import TimeLimitError, time_limit
 
 MEMORY = 2 << 30  # bytes beyond those at the start
 LEFTOVER = 512 << 20  # of them, bytes still occupied after a request: the worker is replaced
 CHUNK = 64  # conversations of one request
+MAX_FORMS = 10_000
 START_SECONDS = 120.0  # for imports from a cold disk
 PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from nanovllm.engine.text.template_worker import serve; serve()"
 REQUEST = struct.Struct("<Q")  # number of bytes that follow
 REPLY = struct.Struct("<??Q")  # text or error; whether the worker is to be replaced; number of bytes that follow
 AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID, PurePath)
+TOO_LONG = (
+    "the model's chat template takes more than {:g} s for these messages: one of its loops may be endless. Give "
+    "another chat_template."
+)
 RULE = "chat templates take text, numbers, booleans, None, lists and dictionaries"
 
 
@@ -57,6 +67,7 @@ class TemplateWorker:
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self._process: subprocess.Popen | None = None
+        self._forms: set[tuple] = set()  # that the checkpoint's template has rendered there
         self._is_up = False  # the process has reported that it is ready
         self._end: weakref.finalize | None = None
 
@@ -76,7 +87,8 @@ class TemplateWorker:
                max_characters: int) -> list[str]:
         """Each conversation as text, as by ``tokenizer.apply_chat_template``, whose ``options`` these are.
 
-        A tokenizer whose class brings a method of its own, such as mistral-common's, renders in this process.
+        One conversation of a known form renders in this process (see the top); so do all conversations of a tokenizer
+        whose class has a method of its own, such as mistral-common's.
 
         Args:
             seconds, max_characters: limits of one conversation.
@@ -88,21 +100,32 @@ class TemplateWorker:
 
         try:
             method = getattr(tokenizer.apply_chat_template, "__func__", None)
-            if method is not PreTrainedTokenizerBase.apply_chat_template and not options.get("chat_template"):
+            is_own = not options.get("chat_template")
+            if method is not PreTrainedTokenizerBase.apply_chat_template and is_own:
                 return [tokenizer.apply_chat_template(talk, tokenize=False, **options) for talk in conversations]
             tools = options.get("tools")
             template = tokenizer.get_chat_template(options.get("chat_template"), tools)
             if isinstance(tools, (list, tuple)):
                 options = {**options, "tools": [_as_schema(tool) for tool in tools]}
-            shared = _plain((seconds, max_characters, template, tokenizer.special_tokens_map, options))
-            plain = [_plain(talk) for talk in conversations]
+            options, plain = _plain(options), [_plain(talk) for talk in conversations]
+            forms = [_form(template, talk, options) for talk in plain] if is_own else []
+            if is_own and len(plain) == 1 and forms[0] in self._forms:
+                with time_limit(seconds):
+                    text = tokenizer.apply_chat_template(plain[0], tokenize=False, **options)
+                return [_checked(text, max_characters)]
+            shared = seconds, max_characters, template, _plain(tokenizer.special_tokens_map), options
             texts: list[str] = []
             while len(texts) < len(plain):
                 request = marshal.dumps((*shared, plain[len(texts) : len(texts) + CHUNK]))
                 texts += self._exchange(request, min(CHUNK, len(plain) - len(texts)), seconds)
+            if len(self._forms) > MAX_FORMS:
+                self._forms.clear()
+            self._forms.update(forms)
             return texts
         except RequestError:
             raise
+        except TimeLimitError:
+            raise RequestError(TOO_LONG.format(seconds)) from None
         except Exception as error:  # a tokenizer of another class, or a tool without a schema
             raise RequestError(_failure(error)) from None
 
@@ -153,10 +176,7 @@ class TemplateWorker:
         if not is_up:
             raise RequestError("the process that renders chat templates did not start; can it import transformers?")
         if before and took > 0.9 * seconds:  # this process may have read the reply before it a little late
-            raise RequestError(
-                f"the model's chat template takes more than {seconds:g} s for these messages: one of its loops may be "
-                "endless. Give another chat_template."
-            )
+            raise RequestError(TOO_LONG.format(seconds))
         raise RequestError(f"the model's chat template ended its process (exit code {process.returncode}).")
 
     def _read_reply(self, process: subprocess.Popen) -> str:
@@ -184,6 +204,18 @@ def _end(process: subprocess.Popen, owner: int) -> None:
     for pipe in (process.stdin, process.stdout):
         with suppress(OSError):  # a request that was not read
             pipe.close()  # type: ignore[union-attr]
+
+
+def _form(template: str, conversation: list[dict], options: dict[str, Any]) -> tuple:
+    """The parts of a conversation that the branches of templates usually depend on."""
+    messages = tuple([(str(m.get("role")), *m, *map(type, m.values())) for m in conversation])
+    return template, messages, tuple([(name, bool(value)) for name, value in options.items()])
+
+
+def _checked(text: str, max_characters: int) -> str:
+    if len(text) > max_characters:
+        raise RequestError(f"the text has {len(text):,} characters; allowed are {max_characters:,}.")
+    return text
 
 
 def _as_schema(tool: Any) -> Any:
@@ -251,15 +283,16 @@ def serve() -> None:
         for i, conversation in enumerate(conversations, 1):
             _limit_time(seconds)
             try:
-                text = apply(tokenizer, conversation, tokenize=False, **options)
-                why = f"the text has {len(text):,} characters; allowed are {max_characters:,}."
-                is_text = len(text) <= max_characters
+                text = _checked(apply(tokenizer, conversation, tokenize=False, **options), max_characters)
+                is_text = True
+            except RequestError as error:
+                is_text, text = False, str(error)
             except Exception as error:  # a template may raise anything
-                is_text, why = False, _failure(error)
+                is_text, text = False, _failure(error)
             _limit_time(0)
             is_end = not is_text or i == len(conversations)
             # what stays occupied, as by the templates that transformers keeps, would be missing for the next
-            _reply(replies, is_text, is_end and _memory() > at_start + LEFTOVER, text if is_text else why)
+            _reply(replies, is_text, is_end and _memory() > at_start + LEFTOVER, text)
             if is_end:
                 break  # nobody reads on after an error
     os._exit(0)

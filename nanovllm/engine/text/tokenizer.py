@@ -119,7 +119,8 @@ class AsyncTokenizer:
     def apply_chat_templates(self, conversations: ListLike[ListLike[dict]], /, **kwargs: Any) -> list[str]:
         """The text of each conversation, all with the same ``kwargs``."""
         self._required()
-        self._templates.start()  # in the background, while this process imports transformers too
+        if isinstance(self.tokenizer, FastTokenizer):
+            self._templates.start()  # in the background, while this process imports transformers too
         tokenizer = self.of_transformers()
         if kwargs.get("tools") and "tools" not in self.template_variables(kwargs.get("chat_template")):
             raise RequestError("the chat template reads no tools, so the model would not be told of them.")
