@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,6 +75,25 @@ def greedy(max_tokens, **params):
 def prompt_of(length, seed=0):
     """Random token ids without those of TINY's bos and eos."""
     return random.Random(f"{length} {seed}").choices(range(2, 512), k=length)
+
+
+def all_gone(pids: list[int], limit_s: float = 10.0) -> bool:
+    """Wait until none of the processes runs; False after the limit."""
+
+    def is_there(pid: int) -> bool:
+        try:
+            os.kill(pid, 0)
+            state = Path(f"/proc/{pid}/stat")  # an orphan nobody waits for stays as a zombie in some containers
+            return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
+        except OSError:
+            return False
+
+    end = time.monotonic() + limit_s
+    while any(is_there(pid) for pid in pids):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def refuses(text, error=RequestError):

@@ -74,7 +74,8 @@ class Chat(LLMEngine):
         """
         options.setdefault("add_generation_prompt", not options.get("continue_final_message"))
         split = [self.split_parts(conversation) for conversation in as_conversations(conversations)]
-        texts = [self.place_parts(self.apply_chat_template(talk, **options), others) for talk, others in split]
+        rendered = self._tokenizer.apply_chat_templates([talk for talk, _ in split], self.placeholder, **options)
+        texts = [self.place_parts(text, others) for text, (_, others) in zip(rendered, split, strict=True)]
         encoded = zip(texts, self.tokenize(texts, False, sampling_params), split, strict=True)
         return [{"prompt": text, "prompt_token_ids": ids, **others} for text, ids, (_, others) in encoded]
 

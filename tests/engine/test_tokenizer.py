@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import LLM, CheckpointError, RequestError, SamplingParams
 from nanovllm.engine.text import tokenizer
+from nanovllm.engine.text.fast_tokenizer import FastTokenizer
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
@@ -203,6 +204,60 @@ def test_texts_that_are_too_long_are_not_tokenized(demo, monkeypatch):
     with refuses("the text has 100,"):
         demo.chat([{"role": "user", "content": long}], NONE, use_tqdm=False)
     assert demo.is_finished()
+
+
+def charsmap(text):
+    """SentencePiece's table, with an empty trie of four bytes, and two replacements."""
+    return normalizers.Precompiled(b"\4\0\0\0" + bytes(4) + b"a\0" + text.encode() + b"\0")
+
+
+TO_AA = normalizers.Sequence([normalizers.Replace("b", "aa")] * 5)
+
+
+@pytest.mark.parametrize(
+    ("part", "growth"),
+    [
+        (normalizers.Replace("a", "b" * 17), "17"),
+        (normalizers.Sequence([normalizers.Replace("a", "bb"), TO_AA]), "64"),
+        (normalizers.Replace("aa", "b" * 33), "16.5"),
+        (normalizers.Replace(Regex("(?=.)"), "b" * 16), "17"),
+        (normalizers.Replace("", "b" * 16), "17"),
+        (normalizers.Prepend("b" * 16), "17"),
+        (normalizers.Sequence([normalizers.Prepend("▁▁▁")] * 3), "64"),
+        (normalizers.Sequence([normalizers.ByteLevel()] * 3), "64"),
+        (pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(use_regex=False)] * 3), "64"),
+        (decoders.Sequence([decoders.Replace("a", "aaaaa"), decoders.Fuse()] * 2), "25"),
+        (charsmap("é" * 18 * 17), "17"),
+        (charsmap("é" * 18 * 16), None),
+        (normalizers.Replace("a", "b" * 16), None),
+        (normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁"), normalizers.NFC()]), None),
+        (normalizers.Sequence([normalizers.Replace(Regex(" +"), " "), normalizers.Replace("long" * 9, "")] * 4), None),
+        (pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.ByteLevel()]), None),
+        (decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]), None),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_tokenizers_that_multiply_texts(tmp_path, part, growth, is_fast):
+    """A few bytes of a file made a prompt of one line gigabytes long."""
+    backend = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+    name = next(n for n in ("normalizer", "pre_tokenizer", "decoder") if type(part).__module__.endswith(f"{n}s"))
+    setattr(backend, name, part)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    for file in ("config.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL / file, tmp_path)
+    if not is_fast:
+        (tmp_path / "added_tokens.json").write_text("{}")
+    loaded = AsyncTokenizer(str(tmp_path), skip=False, trust_remote_code=False)
+    try:
+        if growth is None:
+            assert isinstance(loaded.tokenizer, FastTokenizer) == is_fast
+        else:
+            text = f"the {name} of the tokenizer in {tmp_path} may make texts {growth} times as long; at most 16 times"
+            with refuses(text, CheckpointError):
+                _ = loaded.tokenizer
+    finally:
+        loaded.close()
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from unittest.mock import Mock, call
 import numpy as np
 import pytest
 import torch
+from helpers import all_gone
 
 from nanovllm import LLM, ConfigError, EngineError, SamplingParams, WorkerError
 from nanovllm.distributed import workers as workers_module
@@ -304,23 +305,6 @@ def worker_pids(process: subprocess.Popen) -> list[int]:
     line = process.stdout.readline().split()
     assert line and line[0] == "pids", process.communicate()[1]
     return [int(pid) for pid in line[1:]]
-
-
-def all_gone(pids: list[int], limit_s: float = LIMIT_S) -> bool:
-    def is_there(pid: int) -> bool:
-        try:
-            os.kill(pid, 0)
-            state = Path(f"/proc/{pid}/stat")  # an orphan nobody waits for stays as a zombie in some containers
-            return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
-        except OSError:
-            return False
-
-    end = time.monotonic() + limit_s
-    while any(is_there(pid) for pid in pids):
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def test_two_engines_at_once(run_script):

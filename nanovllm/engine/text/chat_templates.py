@@ -56,7 +56,7 @@ def _template_in(model_path: str, name: str) -> str | None:
 
 def variables(source: str) -> set[str]:
     """Names in the code of a template, such as "enable_thinking"."""
-    code = re.findall(r"{[{%].*?[%}]}", source, re.DOTALL)
+    code = re.findall(r"{[{%].*?(?:[%}]}|\Z)", source, re.DOTALL)
     return {name for block in code for name in re.findall(r"[^\W\d]\w*", block)}
 
 

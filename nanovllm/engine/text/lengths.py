@@ -1,12 +1,15 @@
 """The fewest tokens that a text can have, known without tokenizing it (80 MB take a minute and 14 GB).
 
-Owns the bound: the most characters that one token of a vocabulary can stand for. Imports no tokenizer.
+Owns the bound: the most characters that one token of a vocabulary can stand for. Owns also the bound on tokenizers that
+make texts longer. Imports no tokenizer.
 """
 
+import base64
 import json
+import math
 from typing import Any
 
-from nanovllm.errors import RequestError
+from nanovllm.errors import CheckpointError, RequestError
 
 LONG = 1_000_000  # characters; shorter texts take less than a second, and are not looked at
 WHITESPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
@@ -15,6 +18,42 @@ WHITESPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join
 NORMALIZERS = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1, "Lowercase": 1, "Prepend": 1, "ByteLevel": 1}
 PRE_TOKENIZERS = ("ByteLevel", "Split", "Digits", "Metaspace", "Punctuation", "UnicodeScripts")
 DROP_WHITESPACE = ("Whitespace", "WhitespaceSplit", "BertPreTokenizer")
+
+MAX_GROWTH = 16  # of a text in one part of a tokenizer; published ones stay below 5
+PARTS = (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers"), ("decoder", "decoders"))
+NFKC_GROWTH = 18  # of U+FDFA; Unicode's own forms are no growth here
+UTF8_BYTES = 4  # of a character, at most; each becomes a character in a step named ByteLevel
+
+
+def check_growth(tokenizer: Any, model_path: str) -> None:
+    """Raise CheckpointError if a part of a tokenizer, a few bytes in its file, may multiply texts."""
+    for part, inner in PARTS:
+        if (step := getattr(getattr(tokenizer, "backend_tokenizer", None), part, None)) is None:
+            continue
+        try:
+            steps = _steps(json.loads(step.__getstate__()), inner)
+        except Exception:  # Python's code, which is no file's
+            continue
+        if (growth := math.prod(map(_growth, steps))) > MAX_GROWTH:
+            raise CheckpointError(
+                f"the {part} of the tokenizer in {model_path} may make texts {growth:.3g} times as long; at most "
+                f"{MAX_GROWTH} times are allowed."
+            )
+
+
+def _growth(step: dict[str, Any]) -> float:
+    """The most characters that one character becomes in a step."""
+    if step["type"] == "Prepend":  # a text may have one character
+        return 1 + len(step["prepend"])
+    if step["type"] == "Replace":
+        added, pattern = len(step["content"]), step["pattern"].get("String")
+        # a regular expression, or the empty string, may match between all characters, and also one of them
+        return max(1, added / len(pattern)) if pattern else 1 + added
+    if step["type"] == "Precompiled":  # SentencePiece's: the size of a trie, the trie, and texts that end with a zero
+        table = base64.b64decode(step["precompiled_charsmap"])
+        texts = table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")
+        return max(1, max(len(text.decode(errors="replace")) for text in texts) / NFKC_GROWTH)
+    return UTF8_BYTES if step["type"] == "ByteLevel" else 1
 
 
 class Lengths:

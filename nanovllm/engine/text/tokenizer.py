@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 from nanovllm.engine.text.chat_templates import FORMATS, best_template, takes_parts, variables, with_contents
 from nanovllm.engine.text.detokenizer import TokenText, decode, decode_completion, decode_tokens
 from nanovllm.engine.text.fast_tokenizer import FastTokenizer, load_fast
-from nanovllm.engine.text.lengths import LONG, Lengths
+from nanovllm.engine.text.lengths import LONG, Lengths, check_growth
 from nanovllm.engine.text.reasoning import THINK, ReasoningMarks, finder_of, marks_of
+from nanovllm.engine.text.template_worker import TemplateWorker
 from nanovllm.errors import CheckpointError, RequestError, as_request_error
 from nanovllm.outputs import ReasoningBlock
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checkpoint import LOADING_LOCK
-from nanovllm.utils.time_limit import TimeLimitError, time_limit
 
 T = TypeVar("T")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -45,6 +45,7 @@ class AsyncTokenizer:
         self._marks: ReasoningMarks | None = None  # the user's
         self._no_text = done("")  # one for all: making one takes as long as the rest of an output
         self._lengths = Lengths()
+        self._templates = TemplateWorker()
         if not skip:
             if not any((Path(model_path) / name).exists() for name in TOKENIZER_FILES):
                 raise CheckpointError(
@@ -110,12 +111,16 @@ class AsyncTokenizer:
         tokenizer = self._required()
         return [decode(tokenizer, list(ids), skip_special_tokens) for ids in token_id_lists]
 
-    def apply_chat_template(self, messages: list[dict], placeholder: str = "", /, *,
-                            chat_template_content_format: str = "auto", **kwargs: Any) -> str:
-        """The conversation as text.
+    def apply_chat_template(self, messages: list[dict], placeholder: str = "", /, **kwargs: Any) -> str:
+        """One conversation as text; see ``apply_chat_templates``."""
+        return self.apply_chat_templates([messages], placeholder, **kwargs)[0]
+
+    def apply_chat_templates(self, conversations: ListLike[ListLike[dict]], placeholder: str = "", /, *,
+                             chat_template_content_format: str = "auto", **kwargs: Any) -> list[str]:
+        """The text of each conversation, all with the same options.
 
         Args:
-            messages: with IMAGE in the place of each image.
+            conversations: with IMAGE in the place of each image.
             placeholder: the text of an image, for templates that take strings.
             chat_template_content_format: "openai" gives contents as parts, "string" as strings, and "auto" as parts
                 where the template loops over them.
@@ -125,6 +130,8 @@ class AsyncTokenizer:
         if chat_template_content_format not in FORMATS:
             allowed = " or ".join(map(repr, FORMATS))
             raise RequestError(f"chat_template_content_format={chat_template_content_format!r:.100} must be {allowed}.")
+        if isinstance(self.tokenizer, FastTokenizer):
+            self._templates.start()  # in the background, while this process imports transformers too
         tokenizer = self.of_transformers()
         if kwargs.get("tools") and "tools" not in self.template_variables(kwargs.get("chat_template")):
             raise RequestError("the chat template reads no tools, so the model would not be told of them.")
@@ -136,18 +143,8 @@ class AsyncTokenizer:
         are_parts = chat_template_content_format == "openai"
         if chat_template_content_format == "auto":
             are_parts = takes_parts(self._template(kwargs.get("chat_template"), kwargs.get("tools")))
-        messages = with_contents(messages, are_parts, placeholder)
-        try:
-            with time_limit(TEMPLATE_SECONDS):
-                return tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
-        except TimeLimitError:
-            raise RequestError(
-                f"the model's chat template takes more than {TEMPLATE_SECONDS:g} s for these messages: one of its "
-                "loops may be endless. Give another chat_template."
-            ) from None
-        except Exception as error:  # a template may raise anything
-            why = str(error) or type(error).__name__  # a MemoryError says nothing
-            raise RequestError(f"the model's chat template cannot take these messages: {why}") from None
+        with_form = [with_contents(messages, are_parts, placeholder) for messages in conversations]
+        return self._templates.render(tokenizer, with_form, kwargs, TEMPLATE_SECONDS, MAX_CHARACTERS)
 
     def _template(self, chat_template: str | None, tools: Any) -> str:
         """The source that transformers renders, perhaps one of several with names; "" where it would raise."""
@@ -205,6 +202,7 @@ class AsyncTokenizer:
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._templates.close()
 
 
 @dataclass(slots=True)
@@ -249,7 +247,9 @@ def _load(model_path: str, trust_remote_code: bool) -> Any:
         tokenizer = load_fast(model_path)
     except BaseException:  # a damaged file may raise anything; transformers says what it makes of it
         tokenizer = None
-    return _load_with_transformers(model_path, trust_remote_code) if tokenizer is None else tokenizer
+    tokenizer = _load_with_transformers(model_path, trust_remote_code) if tokenizer is None else tokenizer
+    check_growth(tokenizer, model_path)
+    return tokenizer
 
 
 def _load_with_transformers(model_path: str, trust_remote_code: bool) -> Any:

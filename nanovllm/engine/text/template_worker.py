@@ -1,0 +1,339 @@
+"""Renders chat templates, which strangers wrote, in a process of its own.
+
+Owns that process, from its start to its end, and its limits. Does not choose the template of a conversation. A call of
+a C function (``9 ** (9 ** 10)``) cannot be interrupted, except with its process::
+
+    engine's process                                     worker (``serve``)
+    any thread, under a lock  -- stdin: one request -->   transformers' apply_chat_template
+                              <- stdout: its text ------
+
+There is one exception, because two switches of processes take longer than a conversation. The checkpoint's own template
+renders a single conversation in the engine's process once it has rendered one of the same form in the worker: the same
+roles and fields of messages, the same options. ``time_limit`` ends its loops there. A template that depends on more,
+such as a word or a date, could still hold that process.
+
+A request is plain data, as ``marshal`` writes it. The worker limits itself: a timer of the system ends it after the
+seconds of a request. On Linux, allocations beyond a limit fail; elsewhere only the time and the length of the text are
+limited. The worker ends with its engine, and with the engine's process, however that ends. The next request replaces a
+worker that has died. The start takes a second, mostly transformers' import: ``start`` does not wait for it.
+"""
+
+import datetime
+import decimal
+import faulthandler
+import inspect
+import marshal
+import mmap
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Mapping
+from collections.abc import Sequence as ListLike
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from pathlib import PurePath
+from types import SimpleNamespace
+from typing import Any, BinaryIO
+
+from nanovllm.errors import RequestError
+from nanovllm.utils.time_limit import TimeLimitError, time_limit
+
+MEMORY = 2 << 30  # bytes beyond those at the start
+LEFTOVER = 512 << 20  # of them, bytes still occupied after a request: the worker is replaced
+CHUNK = 64  # conversations of one request
+MAX_FORMS = 10_000
+START_SECONDS = 120.0  # for imports from a cold disk
+PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from nanovllm.engine.text.template_worker import serve; serve()"
+REQUEST = struct.Struct("<Q")  # number of bytes that follow
+REPLY = struct.Struct("<??Q")  # text or error; whether the worker is to be replaced; number of bytes that follow
+AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID, PurePath)
+TOO_LONG = (
+    "the model's chat template takes more than {:g} s for these messages: one of its loops may be endless. Give "
+    "another chat_template."
+)
+RULE = "chat templates take text, numbers, booleans, None, lists and dictionaries"
+
+
+class TemplateWorker:
+    """The worker as seen by its engine; any thread may call it. A forked child gets a worker of its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner = os.getpid()
+        self._process: subprocess.Popen | None = None
+        self._forms: set[tuple] = set()  # that the checkpoint's template has rendered there
+        self._is_up = False  # the process has reported that it is ready
+        self._end: weakref.finalize | None = None
+
+    def start(self) -> None:
+        """Start the process unless it runs, without waiting until it is ready."""
+        self._forget_parent()
+        with self._lock:
+            self._running()
+
+    def close(self) -> None:
+        """Kill the process. A call that waits for it fails; a later one starts another."""
+        self._process = None
+        if self._end is not None:
+            self._end()
+
+    def render(self, tokenizer: Any, conversations: ListLike[Any], options: dict[str, Any], seconds: float,
+               max_characters: int) -> list[str]:
+        """Each conversation as text, as by ``tokenizer.apply_chat_template``, whose ``options`` these are.
+
+        One conversation of a known form renders in this process (see the top); so do all conversations of a tokenizer
+        whose class has a method of its own, such as mistral-common's.
+
+        Args:
+            seconds, max_characters: limits of one conversation.
+
+        Raises:
+            RequestError: the template fails, or exceeds a limit; or a value is no plain data.
+        """
+        from transformers import PreTrainedTokenizerBase
+
+        try:
+            method = getattr(tokenizer.apply_chat_template, "__func__", None)
+            is_own = not options.get("chat_template")
+            if method is not PreTrainedTokenizerBase.apply_chat_template and is_own:
+                return [tokenizer.apply_chat_template(talk, tokenize=False, **options) for talk in conversations]
+            tools = options.get("tools")
+            template = tokenizer.get_chat_template(options.get("chat_template"), tools)
+            if isinstance(tools, (list, tuple)):
+                options = {**options, "tools": [_as_schema(tool) for tool in tools]}
+            options, plain = _plain(options), [_plain(talk) for talk in conversations]
+            forms = [_form(template, talk, options) for talk in plain] if is_own else []
+            if is_own and len(plain) == 1 and forms[0] in self._forms:
+                with time_limit(seconds):
+                    text = tokenizer.apply_chat_template(plain[0], tokenize=False, **options)
+                return [_checked(text, max_characters)]
+            shared = seconds, max_characters, template, _plain(tokenizer.special_tokens_map), options
+            texts: list[str] = []
+            while len(texts) < len(plain):
+                request = marshal.dumps((*shared, plain[len(texts) : len(texts) + CHUNK]))
+                texts += self._exchange(request, min(CHUNK, len(plain) - len(texts)), seconds)
+            if len(self._forms) > MAX_FORMS:
+                self._forms.clear()
+            self._forms.update(forms)
+            return texts
+        except RequestError:
+            raise
+        except TimeLimitError:
+            raise RequestError(TOO_LONG.format(seconds)) from None
+        except Exception as error:  # a tokenizer of another class, or a tool without a schema
+            raise RequestError(_failure(error)) from None
+
+    def _forget_parent(self) -> None:
+        if self._owner != os.getpid():  # a forked child: the pipes are its parent's, whose thread may hold the lock
+            self.__init__()  # type: ignore[misc]
+
+    def _running(self) -> subprocess.Popen:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self.close()
+        path = [part for part in sys.path if isinstance(part, str)]
+        try:  # apart from the terminal, whose Ctrl-C goes to all processes of its group or console
+            process = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, *path], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL, start_new_session=True,
+                creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
+            )  # fmt: skip
+        except (OSError, TypeError) as error:
+            raise RequestError(f"the process that renders chat templates cannot be started: {error}") from None
+        self._end, self._is_up = weakref.finalize(self, _end, process, os.getpid()), False
+        self._process = process
+        return process
+
+    def _exchange(self, request: bytes, num_texts: int, seconds: float) -> list[str]:
+        """Send a request, and read its replies, up to the first error, which is raised."""
+        self._forget_parent()
+        with self._lock:
+            process, texts, before = self._running(), [], 0.0
+            try:
+                if not self._is_up:
+                    self._read_reply(process)
+                    self._is_up = True
+                process.stdin.write(REQUEST.pack(len(request)) + request)  # type: ignore[union-attr]
+                process.stdin.flush()  # type: ignore[union-attr]
+                for _ in range(num_texts):
+                    before = time.monotonic()
+                    texts.append(self._read_reply(process))
+                return texts
+            except RequestError:
+                raise
+            except (EOFError, OSError):
+                took, is_up = time.monotonic() - before, self._is_up
+                self.close()
+            except BaseException:
+                self.close()  # Ctrl-C: replies to come would be taken for those of the next request
+                raise
+        if not is_up:
+            raise RequestError("the process that renders chat templates did not start; can it import transformers?")
+        if before and took > 0.9 * seconds:  # this process may have read the reply before it a little late
+            raise RequestError(TOO_LONG.format(seconds))
+        raise RequestError(f"the model's chat template ended its process (exit code {process.returncode}).")
+
+    def _read_reply(self, process: subprocess.Popen) -> str:
+        replies: Any = process.stdout
+        header = replies.read(REPLY.size)
+        if len(header) < REPLY.size:
+            raise EOFError
+        is_text, is_last, num_bytes = REPLY.unpack(header)
+        encoded = replies.read(num_bytes)
+        if len(encoded) < num_bytes:
+            raise EOFError
+        if is_last:
+            self.close()
+        text = encoded.decode("utf-8", "surrogatepass")
+        if not is_text:
+            raise RequestError(text)
+        return text
+
+
+def _end(process: subprocess.Popen, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a forked child, whose exit must not end its parent's worker
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        with suppress(OSError):  # a request that was not read
+            pipe.close()  # type: ignore[union-attr]
+
+
+def _form(template: str, conversation: list[dict], options: dict[str, Any]) -> tuple:
+    """The parts of a conversation that the branches of templates usually depend on."""
+    messages = tuple([(str(m.get("role")), *m, *map(type, m.values())) for m in conversation])
+    return template, messages, tuple([(name, bool(value)) for name, value in options.items()])
+
+
+def _checked(text: str, max_characters: int) -> str:
+    if len(text) > max_characters:
+        raise RequestError(f"the text has {len(text):,} characters; allowed are {max_characters:,}.")
+    return text
+
+
+def _as_schema(tool: Any) -> Any:
+    """A tool as plain data; transformers takes functions too, whose code cannot cross."""
+    if inspect.isfunction(tool) or inspect.ismethod(tool):
+        from transformers.utils import get_json_schema
+
+        return get_json_schema(tool)
+    return tool
+
+
+def _plain(value: Any) -> Any:
+    """The value in Python's own types, which ``marshal`` takes; raises RequestError if it has no such form."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, (dict, Mapping)):
+        return {_plain(name): _plain(x) for name, x in value.items()}
+    if isinstance(value, list):
+        return [_plain(x) for x in value]
+    if isinstance(value, tuple):
+        return tuple([_plain(x) for x in value])
+    for kind in (str, int, float):
+        if isinstance(value, kind):  # an enumeration, or a token with flags
+            return kind.__str__(value) if kind is str else kind(value)
+    if isinstance(value, AS_TEXT):
+        return str(value)
+    if callable(getattr(value, "tolist", None)):  # numpy's numbers and arrays
+        return _plain(value.tolist())
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if callable(getattr(value, "model_dump", None)):  # pydantic's models
+        return _plain(value.model_dump())
+    raise RequestError(f"{RULE}, not {type(value).__name__}: {value!r:.100}. Convert it first.")
+
+
+def _failure(error: Exception) -> str:
+    why = str(error) or type(error).__name__  # a MemoryError says nothing
+    return f"the model's chat template cannot take these messages: {why:.1500}"
+
+
+# ---------------------------------------------------------------- in the worker
+
+
+def serve() -> None:
+    """Main function of the worker: render requests from stdin until it is closed."""
+    requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a library prints is no reply
+    if hasattr(signal, "setitimer"):  # the parent may ignore the signal, or block it
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+    _limit_time(START_SECONDS)
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    sys.modules["torch"] = None  # type: ignore[assignment]  # a template needs none; its import may take seconds
+    from transformers import PreTrainedTokenizerBase
+
+    apply, at_start = PreTrainedTokenizerBase.apply_chat_template, _memory()
+    _limit_memory(at_start + MEMORY)
+    _limit_time(0)
+    _reply(replies, True, False, "")
+    while header := requests.read(REQUEST.size):
+        seconds, max_characters, template, special_tokens, options, conversations = marshal.loads(
+            requests.read(*REQUEST.unpack(header))
+        )
+        tokenizer: Any = SimpleNamespace(special_tokens_map=special_tokens, get_chat_template=lambda *_, t=template: t)
+        for i, conversation in enumerate(conversations, 1):
+            _limit_time(seconds)
+            try:
+                text = _checked(apply(tokenizer, conversation, tokenize=False, **options), max_characters)
+                is_text = True
+            except RequestError as error:
+                is_text, text = False, str(error)
+            except Exception as error:  # a template may raise anything
+                is_text, text = False, _failure(error)
+            _limit_time(0)
+            is_end = not is_text or i == len(conversations)
+            # what stays occupied, as by the templates that transformers keeps, would be missing for the next
+            _reply(replies, is_text, is_end and _memory() > at_start + LEFTOVER, text)
+            if is_end:
+                break  # nobody reads on after an error
+    os._exit(0)
+
+
+def _reply(replies: BinaryIO, is_text: bool, is_last: bool, text: str) -> None:
+    encoded = text.encode("utf-8", "surrogatepass")
+    replies.write(REPLY.pack(is_text, is_last, len(encoded)))
+    replies.write(encoded)
+    replies.flush()
+
+
+def _limit_time(seconds: float) -> None:
+    """End this process after so many seconds, whatever runs in it; 0 takes the limit back."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM ends the process, without Python
+    elif seconds:
+        faulthandler.dump_traceback_later(seconds, exit=True)
+    else:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _limit_memory(num_bytes: int) -> None:
+    """Make allocations beyond so many bytes fail, where the system can."""
+    if sys.platform == "linux":
+        import resource
+
+        with suppress(ValueError, OSError):  # a stricter limit is in force
+            resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
+
+
+def _memory() -> int:
+    """The bytes of this process's address space; 0 where it has no limit."""
+    if sys.platform != "linux":
+        return 0
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * mmap.PAGESIZE
+
+
+def _end_with_parent(parent: int) -> None:
+    """End this process with its parent, even where a forked child of the parent holds the pipe open."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
