@@ -264,6 +264,11 @@ def _kinds(given: dict[str, Any], family: Family, window: int) -> tuple[str, ...
     kinds = given["layer_types"] or by_rule
     if "linear_attention" in kinds and not family.recurrent:
         raise CheckpointError("config.json: layer_types has 'linear_attention', which this architecture does not know.")
+    if set(kinds) == {"linear_attention"}:
+        raise CheckpointError(
+            "config.json: all layers are 'linear_attention', by layer_types or full_attention_interval; models without "
+            "an attention layer are not supported."
+        )
     if "sliding_attention" in kinds and not window:
         raise CheckpointError("config.json: layer_types has 'sliding_attention' without a sliding_window.")
     slides, by_rule_slides = ([kind == "sliding_attention" for kind in each] for each in (kinds, by_rule))
