@@ -240,7 +240,7 @@ def pixel_form(config: Config) -> Callable[[dict[str, torch.Tensor]], dict[str, 
 def load_tower(rank: Rank, vision: VisionConfig) -> VisionTower:
     config = rank.config
     with model_defaults(rank.dtype, rank.device):
-        tower = VisionTower(vision, config.model_path, rank.dtype)
+        tower = VisionTower(vision, config.model_path, rank.dtype, is_dummy=config.load_format == "dummy")
     if config.load_format == "dummy":
         tower.init_dummy(config.seed)
     else:

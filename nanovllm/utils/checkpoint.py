@@ -92,13 +92,13 @@ def check_files(path: Path) -> None:
 
     Libraries open some of the files by themselves, so all are checked before.
     """
-    for folder in filter(Path.is_dir, (path, path / TEMPLATES)):
-        for file in folder.iterdir():
-            try:
-                mode = file.stat().st_mode
-            except (OSError, RuntimeError):  # a link to nothing or to itself, which is like no file
-                continue
-            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+    for folder in (path, path / TEMPLATES):
+        try:
+            files = list(folder.iterdir())
+        except OSError:  # absent, or unreadable, as the first file to be read will say
+            continue
+        for file in files:
+            if file.exists() and not (file.is_file() or file.is_dir()):
                 raise CheckpointError(f"{file} is no regular file; a checkpoint has no FIFOs, sockets or devices.")
 
 
