@@ -27,6 +27,8 @@ WIDE = {**MROPE, "mrope_section": [8, 4, 4]}  # of heads of HEAD
 VISION = {"vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "depth": 1, "num_attention_heads": 2,
                             "num_heads": 2, "intermediate_size": 48, "head_dim": 16, "image_size": 32,
                             "embed_dim": 32, "out_hidden_size": 64, "deepstack_visual_indexes": [0]}}  # fmt: skip
+OF_HEAD = {"vision_config": VISION["vision_config"] | {"out_hidden_size": 80}}  # as wide as the text of HEAD
+OF_QWEN2_VL = {"vision_config": VISION["vision_config"] | {"hidden_size": 64}}  # of its tokens
 SLIDING, FULL = "sliding_attention", "full_attention"
 MIXED = [SLIDING, SLIDING, FULL, SLIDING]
 
@@ -75,8 +77,8 @@ CASES: dict[str, tuple[str, dict]] = {
     "mistral3": ("Mistral3", {**HEAD, "model_type": "ministral3", **VISION, "rope_parameters": {
         **YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
     }}),
-    "qwen3-vl": ("Qwen3VL", {**HEAD, **VISION, "rope_parameters": WIDE}),
-    "qwen2-vl": ("Qwen2VL", {**VISION, "rope_parameters": MROPE}),
+    "qwen3-vl": ("Qwen3VL", {**HEAD, **OF_HEAD, "rope_parameters": WIDE}),
+    "qwen2-vl": ("Qwen2VL", {**OF_QWEN2_VL, "rope_parameters": MROPE}),
     "qwen2.5-vl": ("Qwen2_5_VL", {**VISION, "rope_parameters": MROPE}),
     "hunyuan": ("HunYuanDenseV1", {**HEAD, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4,
                                                                "alpha": 50.0, "factor": 1.0}}),
@@ -107,7 +109,7 @@ MOE_CASES: dict[str, tuple[str, dict]] = {  # experts of 48 or 112 units, so tha
         "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.7,
         "n_group": 4, "topk_group": 2,
     }),
-    "qwen3-vl-moe": ("Qwen3VLMoe", {**HEAD, **MOE, **VISION, "moe_intermediate_size": 48, "rope_parameters": WIDE}),
+    "qwen3-vl-moe": ("Qwen3VLMoe", {**HEAD, **MOE, **OF_HEAD, "moe_intermediate_size": 48, "rope_parameters": WIDE}),
     "minimax-m2": ("MiniMaxM2", {
         **HEAD, "num_local_experts": 8, "num_experts_per_tok": 3,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},

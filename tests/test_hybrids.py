@@ -152,6 +152,17 @@ def test_fields_that_change_the_numbers_are_refused(field, value, checkpoint, tm
         read_model_config(path)
 
 
+@pytest.mark.parametrize("case", ["qwen3.5", "qwen3.5-moe", "qwen3-next"])
+@pytest.mark.parametrize("fields", [
+    {"layer_types": ["linear_attention"] * 4}, {"layer_types": None, "full_attention_interval": 5},
+])  # fmt: skip
+def test_a_model_without_attention_is_refused(case, fields, checkpoint, tmp_path):
+    """The size of a KV cache without layers was divided by."""
+    path = families.copied(checkpoint(case)[0], tmp_path, **fields)
+    with pytest.raises(CheckpointError, match=r"all layers are 'linear_attention', by layer_types or full_attention_i"):
+        read_model_config(path)
+
+
 def test_ranks_divide_the_key_heads(checkpoint, make_llm):
     with pytest.raises(ConfigError, match="must divide"):
         make_llm(model=checkpoint("qwen3.5")[0], tensor_parallel_size=4, **OPTIONS)

@@ -314,25 +314,144 @@ def test_names_beside_a_vision_tower():
     assert config.layers[0].packed == () and schemes(config, 1, Q) == [A]
 
 
-@pytest.mark.parametrize("form, more", [
-    ("gptq", {"change": ("model.layers.1.self_attn.v_proj", {"bits": 8})}),
-    ("gptq", {"change": ("model.layers.0.mlp.up_proj", {"size": 32})}),
-], ids=["bits", "groups"])  # fmt: skip
-def test_parts_that_differ(form, more, tmp_path):
-    """They are dequantized as they load, and the start line counts them."""
-    model = families.make(tmp_path, "qwen3", **SIZES)
-    module, own = more["change"]
-    fields = {"group_size" if name == "size" else name: x for name, x in own.items()}
+ATTENTION = [f"model.layers.0.{name}" for name in (Q, K, V)]
+GATE_UP = [f"model.layers.{i}.{name}" for i in range(2) for name in (GATE, UP)]
+IN_16_BITS = {"bits": 16, "data_type": "float"}
 
-    def rule(tensors, config):
-        config["quantization_config"]["dynamic"] = {f"+:{re.escape(module)}": fields}
 
+def groups(*given, ignore=()):
+    """``given``: (targets, changes of the scheme) of each group."""
+    of_groups = {}
+    for i, (targets, scheme) in enumerate(given):
+        (group,) = config_of("compressed-tensors", **scheme)["config_groups"].values()
+        of_groups[f"group_{i}"] = group | {"targets": targets}
+    return {"config_groups": of_groups, "ignore": ["lm_head", *ignore]}
+
+
+# (family, layout, modules in 16 bits, a regular expression of others and their scheme), the rules that say so, and the
+# number of linear layers that are dequantized as they load, of those that are packed in part
+MIXED = {
+    "compressed-tensors, targets by expressions, a layer ignored by exact names": (
+        ("qwen3", "compressed-tensors", ATTENTION, "", {}),
+        groups(([r"re:.*self_attn\..*", r"re:.*mlp\..*"], {}), ignore=ATTENTION), 0,
+    ),
+    "compressed-tensors, q, k, v in 8 bits by exact names": (
+        ("qwen3", "compressed-tensors", [], r".*\.0\.self_attn\.[qkv]_proj", {"bits": 8}),
+        groups(([r"re:.*self_attn.*", r"re:.*mlp.*"], {}), (ATTENTION, {"bits": 8})), 1,
+    ),
+    "compressed-tensors, v alone in 8 bits": (
+        ("qwen3", "compressed-tensors", [], r".*\.0\.self_attn\.v_proj", {"bits": 8}),
+        groups((["Linear"], {}), (ATTENTION[2:], {"bits": 8})), 1,
+    ),
+    "compressed-tensors, symmetric gate and up beside an asymmetric MLP": (
+        ("qwen3", "compressed-tensors", [], r".*mlp\.(gate|up)_proj", {"symmetric": True}),
+        groups(([r"re:.*self_attn.*", r"re:.*mlp\..*"], ASYMMETRIC), (GATE_UP, {})), 0,
+    ),
+    "compressed-tensors, experts of a layer in groups of 32 by exact names": (
+        ("qwen3-moe", "compressed-tensors", [], r".*\.1\.mlp\.experts", {"size": 32}),
+        groups((["Linear", r"re:.*mlp\.experts\..*"], {}), (
+            [f"model.layers.1.mlp.experts.{e}.{x}_proj" for e in range(4) for x in ("gate", "up", "down")],
+            {"size": 32},
+        )), 0,
+    ),
+    "GPTQ, a negative rule of parts": (
+        ("qwen3", "gptq", ATTENTION[:2], "", {}), {"dynamic": {r"-:.*\.0\.self_attn\.[qk]_proj$": {}}}, 1,
+    ),
+    "GPTQ, a negative rule of parts before one of all": (
+        ("qwen3", "gptq", ATTENTION, r".*self_attn", {"size": 32}),
+        {"dynamic": {r"-:.*\.0\.self_attn\.[qkv]_proj": {}, r"+:.*self_attn.*": {"group_size": 32}}}, 0,
+    ),
+    "GPTQ, a negative rule of all but o": (
+        ("qwen3", "gptq", ATTENTION, "", {}), {"dynamic": {r"-:.*\.0\.self_attn\.(?!o_proj)": {}}}, 0,
+    ),
+    "GPTQ, v in 8 bits": (
+        ("qwen3", "gptq", [], r".*\.1\.self_attn\.v_proj", {"bits": 8}),
+        {"dynamic": {r"+:model\.layers\.1\.self_attn\.v_proj": {"bits": 8}}}, 1,
+    ),
+    "GPTQ, up in groups of 32": (
+        ("qwen3", "gptq", [], r".*\.0\.mlp\.up_proj", {"size": 32}),
+        {"dynamic": {r"+:model\.layers\.0\.mlp\.up_proj": {"group_size": 32}}}, 1,
+    ),
+    "GPTQ, modules that the checkpoint has merged": (
+        ("phi3", "gptq", [f"model.layers.0.{x}" for x in ("self_attn.qkv_proj", "mlp.gate_up_proj")], "", {}),
+        {"dynamic": {r"-:.*\.0\..*up_proj": {}, r"-:.*\.0\.self_attn\.qkv_proj": {}}}, 0,
+    ),
+    "AutoRound, exact names before expressions": (
+        ("qwen3", "auto-round", ATTENTION, r".*self_attn", {"size": 32}),
+        {"extra_config": dict.fromkeys(ATTENTION, IN_16_BITS) | {r".*self_attn.*": {"group_size": 32}}}, 0,
+    ),
+    "AutoRound, blocks": (
+        ("qwen3", "auto-round", [f"model.layers.0.{x}" for x in (Q, K, V, O, GATE, UP, DOWN)], "", {}),
+        {"block_name_to_quantize": "model.layers.1"}, 0,
+    ),
+    "AWQ, q alone in 16 bits": (
+        ("qwen3", "awq", ATTENTION[:1], "", {}), {"modules_to_not_convert": ATTENTION[:1]}, 1,
+    ),
+    "AWQ, an expert in 16 bits": (
+        ("qwen3-moe", "awq", [f"model.layers.1.mlp.experts.2.{x}_proj" for x in ("gate", "up", "down")], "", {}),
+        {"modules_to_not_convert": ["model.layers.1.mlp.experts.2"]}, 2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_rules_name_the_checkpoints_modules(name, tmp_path):
+    """Rules were also matched against merged layers, which the checkpoint does not have, and those counted first."""
+    (family, form, skipped, pattern, own), rules, num_dequantized = MIXED[name]
+    model = families.make(tmp_path, family, **SIZES | MORE.get(family, {}))
+    scheme = ASYMMETRIC if "asymmetric" in name else {}
     with torch.inference_mode():
-        packed_checkpoints.write(tmp_path, model, form, more=lambda name: own if name == module else {}, change=rule)
+        packed_checkpoints.write(
+            tmp_path, model, form, skipped=skipped, change=edit_config(**rules), **scheme,
+            more=lambda module: own if own and re.match(pattern, module) else {},
+        )  # fmt: skip
     assert error(logits_of(str(tmp_path)), hf_logits(model, IDS)) < TOLERANCE
+    config = read_model_config(str(tmp_path))
+    weights = {
+        (i, packed_config.merged_name(module)) for i, layer in enumerate(config.layers) for module, _ in layer.packed
+    }
+    in_16_bits = [name for i, name in weights if config.precision(config.layers[i], name) is None]
+    assert len(in_16_bits) == num_dequantized
+
+
+def test_the_start_line_counts_dequantized_layers(tmp_path):
+    model, module = families.make(tmp_path, "qwen3", **SIZES), "model.layers.1.self_attn.v_proj"
+    rule = edit_config(dynamic={f"+:{re.escape(module)}": {"bits": 8}})
+    with torch.inference_mode():
+        packed_checkpoints.write(
+            tmp_path, model, "gptq", more=lambda name: {"bits": 8} if name == module else {}, change=rule
+        )
     with LLM(str(tmp_path), device="cpu", max_model_len=64, num_kvcache_blocks=4, skip_tokenizer_init=True) as llm:
         line = describe(llm.config, llm.model_runner)
         assert " with INT4 weights (1 of 8 dequantized at load; dequantized in" in line
+
+
+NEUTRAL = {
+    "pack_dtype": "int32", "data_type": "int", "lm_head": False, "quant_lm_head": False, "is_marlin_format": False,
+    "act_bits": 16, "super_bits": None, "autoround_version": "0.9.0", "iters": 200, "global_compression_ratio": 1.4,
+    "quantization_status": "compressed", "sparsity_config": {"format": "dense"}, "static_groups": False,
+    "meta": {"quantizer": ["gptqmodel:5.0.0"]}, "dynamic": {}, "extra_config": {}, "desc_act": False, "ignore": [],
+}  # fmt: skip
+NOT_NEUTRAL = {
+    "pack_dtype": "int64", "data_type": "fp", "lm_head": True, "quant_lm_head": True, "is_marlin_format": True,
+    "act_bits": 8, "super_bits": 6, "quantization_status": "calibration",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "awq", "gptq", "auto-round"])
+def test_fields_of_other_formats(form):
+    """Programs write several formats, and leave fields of one in the files of another, as pack_dtype beside AWQ."""
+    raw = config_of(form)
+    fields = {name: value for name, value in NEUTRAL.items() if name != "ignore" or form != "compressed-tensors"}
+    assert config_with(fields | raw).layers == config_with(raw).layers
+    for name, value in NOT_NEUTRAL.items():
+        with pytest.raises(CheckpointError, match=rf"quantization_config: {name}={value!r} is not supported"):
+            config_with(raw | {name: value})
+    if form != "compressed-tensors":  # fields that choose modules are honoured in each
+        config = config_with(raw | {"modules_to_not_convert": ["lm_head", "model.layers.0"]})
+        assert [len(layer.packed) > 0 for layer in config.layers] == [False, True, True]
+        config = config_with(raw | {"modules_in_block_to_quantize": [["mlp.down_proj"]]})
+        assert [name for name, _ in config.layers[1].packed] == ["mlp.down_proj"]
 
 
 # ---------------------------------------------------------------- refusals
@@ -383,6 +502,13 @@ WRONG = {  # the layout, a change of tensors or config, a part of the text
     "an order that is denied": ("gptq", add("g_idx", (torch.arange(352) // 64).flip(0).int()),
                                 f"'{DOWN_1}.g_idx' orders the channels, which quantization_config denies"),
     "a bias": ("gptq", add("bias", torch.ones(192)), f"'{DOWN_1}.bias' is not 0"),
+    "a packed LM head": ("gptq", lambda t, c: t.update({"lm_head.qweight": t[f"{DOWN_1}.qweight"].clone()}),
+                         "a packed LM head (lm_head.qweight) is not supported"),
+    "a packed LM head of compressed-tensors": (
+        "compressed-tensors", lambda t, c: (edit_config(ignore=[])(t, c), t.update({"lm_head.weight_packed": t.pop(
+            "lm_head.weight").int()})), "a packed LM head (lm_head.weight_packed) is not supported"),
+    "packed embeddings": ("awq", lambda t, c: t.update({"model.embed_tokens.qweight": t[f"{DOWN_1}.qweight"].clone()}),
+                          "a packed module outside of decoder layers (model.embed_tokens.qweight) is not supported"),
     "a layer left out": ("awq", edit_config(modules_to_not_convert=[DOWN_1]), f"'{DOWN_1}.qweight' is twice there, or"),
 }  # fmt: skip
 

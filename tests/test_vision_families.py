@@ -4,6 +4,7 @@ import json
 import random
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -109,6 +110,67 @@ def generate_with_logits_of(llm, prompt, images):
 
     llm.generate = generate
     return generate_with_logits(llm, [prompt], 1)
+
+
+MALFORMED = -7000, 10**9, "x", None, [2.5], {}, float("nan")
+SIZES = 0, *MALFORMED
+OF_QWEN = dict.fromkeys(("depth", "num_heads", "hidden_size", "in_channels", "patch_size", "spatial_merge_size"), SIZES)
+LATER = OF_QWEN | dict.fromkeys(("intermediate_size", "temporal_patch_size"), SIZES) | {
+    "num_position_embeddings": SIZES, "out_hidden_size": (*SIZES, 64), "hidden_act": ("nope", 0, None, []),
+    "num_heads": (*SIZES, 3, 7, 16), "rope_parameters": ({"rope_theta": 0}, [], "x"), "model_type": (),
+}  # fmt: skip
+DEEP = LATER | {"deepstack_visual_indexes": ([5], [1, 1], [-1], "x")}
+OF_OTHERS = dict.fromkeys((
+    "num_hidden_layers", "hidden_size", "intermediate_size", "num_channels", "patch_size", "image_size"
+), SIZES) | {"hidden_act": ("nope", 0, None, [])}  # fmt: skip
+# family -> field of vision_config, or of config.json itself, and values that it cannot have
+HOSTILE = {
+    "qwen2_vl": OF_QWEN | {"embed_dim": SIZES, "mlp_ratio": SIZES, "hidden_act": ("nope", 0), "num_heads": (0, 3, 16)},
+    "qwen2_5_vl": {name: values for name, values in LATER.items() if name != "num_position_embeddings"} | {
+        "window_size": (*SIZES, 1, 7), "fullatt_block_indexes": ([-1], "x", [0.5]),
+    },
+    "qwen3_vl": DEEP, "qwen3_vl_moe": DEEP, "qwen3_5": LATER, "qwen3_5_moe": LATER,
+    "gemma3": OF_OTHERS | {
+        "num_attention_heads": (*SIZES, 3, 7), "layer_norm_eps": SIZES, "mm_tokens_per_image": (*SIZES, 9, 15),
+    },
+    "mistral3": OF_OTHERS | {
+        "num_attention_heads": (*SIZES, 3, 7, 16), "head_dim": (*SIZES, 1, 3, 16), "projector_hidden_act": ("nope", 0),
+        "spatial_merge_size": SIZES, "vision_feature_layer": (0, [], *MALFORMED, 4, -5, [0, 9]),
+        "rope_parameters": ({"rope_theta": 0}, [], "x"),
+    },
+}  # fmt: skip
+
+
+def test_impossible_fields_of_vision_config(checkpoint, tmp_path):
+    """transformers raised errors of its own, or built layers without end; ours names the field. With an odd
+    number that is possible by itself there is an error of ours, too, or an image passes."""
+    path, _, _ = checkpoint
+    original, copy = json.loads(Path(path, "config.json").read_text()), str(shutil.copytree(path, tmp_path / "copy"))
+    for field, values in HOSTILE[original["model_type"]].items():
+        is_outside = field in original or field in ("vision_feature_layer", "projector_hidden_act")
+        for value in (*values, 5):
+            changed = {field: value} if is_outside else {"vision_config": original["vision_config"] | {field: value}}
+            Path(copy, "config.json").write_text(json.dumps(original | changed))
+            try:
+                vision = VisionConfig.read(copy)
+                tower = VisionTower(vision, copy, torch.float32)
+                tower.load(copy)
+                tower([tower.blank(4, torch.device("cpu"))])
+            except CheckpointError as error:
+                assert value not in values or field in str(error), (field, value)
+            else:
+                assert value not in values, (field, value)
+
+
+def test_a_tower_larger_than_its_tensors(tmp_path):
+    """Its memory was taken before anybody looked at its tensors: 2 * 5 * 32 * 65,535 numbers, say."""
+    vision_families.make_checkpoint("qwen3_vl", tmp_path)
+    file = tmp_path / "config.json"
+    raw = json.loads(file.read_text())
+    raw["vision_config"]["intermediate_size"] = 65535
+    file.write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=r"vision_config has a tower of 21,\d+,\d+ weights; .* has 1\d\d,\d+\."):
+        VisionTower(VisionConfig.read(str(tmp_path)), str(tmp_path), torch.float32)
 
 
 @pytest.mark.gpu

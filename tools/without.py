@@ -52,8 +52,8 @@ FEATURES = {
         r"read_pooled_states|\bPooling\b", ("test_embed.py", "test_readouts.py"),
     ),
     "vision": Feature(
-        ("engine/images", "messages/images.py", "models/vision.py", "models/vision_tower.py", "runner/images.py",
-         "runner/image_attention.py", "verbs/images.py"),
+        ("engine/images", "messages/images.py", "models/vision.py", "models/vision_rules.py", "models/vision_tower.py",
+         "runner/images.py", "runner/image_attention.py", "verbs/images.py"),
         r"make_images|VisionPart|ImageVerbs",
         ("test_vision.py", "test_vision_api.py", "test_vision_clients.py", "test_vision_families.py"),
     ),

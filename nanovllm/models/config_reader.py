@@ -5,6 +5,7 @@ Every field that would change the computation is honoured or refused, never igno
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -119,14 +120,17 @@ def read_model_config(model_path: str) -> ModelConfig:
         # a decoder that was saved alone, under the name of the model that it was taken from
         raw["architectures"] = [re.sub("ForCausalLM$", BARE, str(name)) for name in given]
     try:
-        return model_config(raw)
+        return model_config(raw, files)
     except (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         file = Path(model_path, "config.json")
         raise CheckpointError(f"{file}: a field has a form that models of this kind never have ({error!r}).") from error
 
 
-def model_config(raw: dict[str, Any]) -> ModelConfig:
-    """Read the dict of a ``config.json``; raises CheckpointError for a field that cannot be honoured."""
+def model_config(raw: dict[str, Any], files: Sequence[Path] = ()) -> ModelConfig:
+    """Read the dict of a ``config.json``; raises CheckpointError for a field that cannot be honoured.
+
+    ``files``: of the weights.
+    """
     family, raw = _normalized(raw)
     rules = RULES | (MOE_RULES if family.experts else {}) | (DELTA_RULES if family.recurrent else {})
     given = check_all("config.json", raw, rules, CheckpointError)
@@ -136,7 +140,7 @@ def model_config(raw: dict[str, Any]) -> ModelConfig:
         raise CheckpointError(f"config.json: {heads} attention heads cannot be shared by {kv_heads} KV heads.")
     head_dim = given["head_dim"] or hidden // heads
     check("config.json", "num_attention_heads * head_dim", heads * head_dim or 1, SIZE, CheckpointError)
-    quant_method, fp8, weights = read_quantization(raw, family)
+    quant_method, fp8, weights = read_quantization(raw, family, files)
     layers = _layers(raw, given, family, weights)
     ropes = [rope for rope in dict.fromkeys(layer.rope for layer in layers) if rope]
     for rope in ropes:
@@ -260,6 +264,11 @@ def _kinds(given: dict[str, Any], family: Family, window: int) -> tuple[str, ...
     kinds = given["layer_types"] or by_rule
     if "linear_attention" in kinds and not family.recurrent:
         raise CheckpointError("config.json: layer_types has 'linear_attention', which this architecture does not know.")
+    if set(kinds) == {"linear_attention"}:
+        raise CheckpointError(
+            "config.json: all layers are 'linear_attention', by layer_types or full_attention_interval; models without "
+            "an attention layer are not supported."
+        )
     if "sliding_attention" in kinds and not window:
         raise CheckpointError("config.json: layer_types has 'sliding_attention' without a sliding_window.")
     slides, by_rule_slides = ([kind == "sliding_attention" for kind in each] for each in (kinds, by_rule))

@@ -1,12 +1,14 @@
 """Finds a model's weights of packed integers: compressed-tensors' "pack-quantized", AWQ, GPTQ and AutoRound.
 
 Each module of a checkpoint has its own bits, groups and zeros, or is left in 16 bits. Every field of
-``quantization_config`` that changes the numbers is honoured or refused. ``layers/packed_weights.py`` reads the tensors.
-Imports no torch.
+``quantization_config`` that changes the numbers is honoured or refused. Rules are matched against the checkpoint's own
+modules; only then are parts merged. ``layers/packed_weights.py`` reads the tensors. Imports no torch.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain, product
+from pathlib import Path
 from typing import Any
 
 from nanovllm.models.families import Family
@@ -20,12 +22,16 @@ from nanovllm.models.quantization_config import (
     skipped_modules,
     spellings,
 )
+from nanovllm.utils.checkpoint import tensor_names
 from nanovllm.utils.patterns import first_matches
 
 FLAG, UNSET = (True, False), (None, False)
 BLOCKS = "block_name_to_quantize", "to_quant_block_names", "quant_block_list"  # by AutoRound's versions
-# Notes of the programs that quantized, without effect on the numbers that are stored.
-NOTES = (
+WHICH = *BLOCKS, "modules_in_block_to_quantize", "modules_to_not_convert"  # of AWQ, GPTQ and AutoRound
+IN_16_BITS = (None, 16, 32)
+# Fields without effect on the numbers that are stored, in the files of any format: ANY, notes of the programs that
+# quantized; else the values that change nothing.
+NEUTRAL: dict[str, Any] = dict.fromkeys((
     "quant_method", "model_name_or_path", "model_file_base_name", "damp_percent", "damp_auto_increment",
     "static_groups", "true_sequential", "act_group_aware", "tokenizer", "dataset", "model_seqlen",
     "module_name_preceding_first_block", "batch_size", "pad_token_id", "max_input_length", "cache_block_outputs",
@@ -34,32 +40,32 @@ NOTES = (
     "autoround_version", "iters", "lr", "minmax_lr", "low_gpu_mem_usage", "seqlen", "nsamples", "enable_quanted_input",
     "enable_minmax_tuning", "enable_norm_bias_tuning", "gradient_accumulate_steps", "amp", "scale_dtype", "provider",
     "sampler", "method", "supported_types", "static_attention_granularity", "static_kv_granularity",
-)  # fmt: skip
-OF_GPTQ: dict[str, Any] = dict.fromkeys((*NOTES, *BLOCKS), ANY) | {
-    "bits": (4, 8), "group_size": ANY, "sym": FLAG, "desc_act": (None, *FLAG), "dynamic": ANY,
-    "checkpoint_format": (None, "gptq", "gptq_v2"), "format": (None, "gptq", "gptq_v2"), "lm_head": UNSET,
-    "modules_in_block_to_quantize": ANY, "is_marlin_format": UNSET, "backend": ANY,
-    "pack_dtype": (None, "int32"), "data_type": (None, "int"), "quant_lm_head": UNSET,
+    "global_compression_ratio", "act_group_size", "act_sym", "act_data_type", "act_dynamic",
+), ANY) | {
+    "pack_dtype": (None, "int32"), "data_type": (None, "int"), "is_marlin_format": UNSET, "lm_head": UNSET,
+    "quant_lm_head": UNSET, "act_bits": IN_16_BITS, "super_bits": (None,), "super_group_size": (None,),
+    "quantization_status": (None, "compressed", "frozen"), "sparsity_config": {"format": (None, "dense")},
 }  # fmt: skip
-OF_AWQ: dict[str, Any] = dict.fromkeys((*NOTES, *BLOCKS), ANY) | {
+OF_GPTQ: dict[str, Any] = NEUTRAL | dict.fromkeys(WHICH, ANY) | {
+    "bits": (4, 8), "group_size": ANY, "sym": FLAG, "desc_act": (None, *FLAG), "dynamic": ANY, "backend": ANY,
+    "checkpoint_format": (None, "gptq", "gptq_v2"), "format": (None, "gptq", "gptq_v2"),
+}  # fmt: skip
+OF_AWQ: dict[str, Any] = NEUTRAL | dict.fromkeys(WHICH, ANY) | {
     "bits": (4,), "group_size": ANY, "zero_point": (None, True), "version": (None, "gemm", "GEMM"),
-    "format": (None, "gemm"), "modules_to_not_convert": ANY, "backend": (None, "autoawq", "auto"), "desc_act": UNSET,
-    "sym": (None, *FLAG), "data_type": (None, "int"), "lm_head": UNSET, "checkpoint_format": (None, "gemm"),
+    "format": (None, "gemm"), "backend": (None, "autoawq", "auto"), "desc_act": UNSET, "sym": (None, *FLAG),
+    "checkpoint_format": (None, "gemm"),
 }  # fmt: skip
 # packing_format -> layout of the tensors; without a name it is that of AutoGPTQ
 PACKINGS = {
     None: "gptq", "auto_round:auto_gptq": "gptq", "auto_round:gptq": "gptq", "auto_round": "gptq_v2",
     "auto_round:gptqmodel": "gptq_v2", "auto_round:auto_awq": "awq", "auto_round:awq": "awq",
 }  # fmt: skip
-IN_16_BITS = (None, 16, 32)
-OF_LAYER: dict[str, Any] = {
-    "bits": ANY, "group_size": ANY, "sym": (None, *FLAG), "data_type": (None, "int", "float"), "act_bits": IN_16_BITS,
-    "act_group_size": ANY, "act_sym": ANY, "act_data_type": ANY, "act_dynamic": ANY, "super_bits": (None,),
-    "super_group_size": (None,), "scale_dtype": ANY, "in_blocks": ANY, "fixed_by_user": ANY,
+OF_LAYER: dict[str, Any] = NEUTRAL | {
+    "bits": ANY, "group_size": ANY, "sym": (None, *FLAG), "data_type": (None, "int", "float"), "in_blocks": ANY,
+    "fixed_by_user": ANY,
 }  # fmt: skip
-OF_AUTO_ROUND: dict[str, Any] = dict.fromkeys((*NOTES, *BLOCKS), ANY) | OF_LAYER | {
+OF_AUTO_ROUND: dict[str, Any] = OF_LAYER | dict.fromkeys(WHICH, ANY) | {
     "bits": (4, 8), "data_type": (None, "int"), "packing_format": tuple(PACKINGS), "extra_config": ANY,
-    "modules_in_block_to_quantize": ANY, "modules_to_not_convert": ANY, "lm_head": UNSET, "quant_lm_head": UNSET,
     "backend": (None, "auto"),  # of old versions it is the layout
 }  # fmt: skip
 WEIGHTS: dict[str, Any] = {
@@ -71,17 +77,16 @@ GROUP: dict[str, Any] = {
     "targets": ANY, "weights": ANY, "input_activations": (None,), "output_activations": (None,),
     "format": (None, "pack-quantized"),
 }  # fmt: skip
-COMPRESSED_TENSORS: dict[str, Any] = {
-    "quant_method": ANY, "format": ("pack-quantized",), "quantization_status": (None, "compressed", "frozen"),
-    "config_groups": ANY, "ignore": ANY, "kv_cache_scheme": E4M3, "global_compression_ratio": ANY, "version": ANY,
-    "sparsity_config": {"format": (None, "dense")},
-}  # fmt: skip
+COMPRESSED_TENSORS: dict[str, Any] = NEUTRAL | {
+    "format": ("pack-quantized",), "config_groups": ANY, "ignore": ANY, "kv_cache_scheme": E4M3, "version": ANY,
+}
 DYNAMIC = ("bits", "group_size", "sym", "desc_act")  # fields of a module in GPTQ's ``dynamic``
-# Modules that may be packed in a checkpoint and are 16 bits here; one that no rule names.
+# Modules that may be packed in a checkpoint and are 16 bits here.
 OTHERS = (
     "linear_attn.in_proj_a", "linear_attn.in_proj_b", "linear_attn.in_proj_ba", "mlp.gate", "mlp.shared_expert_gate",
 )  # fmt: skip
-UNNAMED = "of_no_rule"
+# Tensors of modules outside of decoder layers, which are 16 bits in every supported checkpoint.
+OUTSIDE = re.compile(r"(?:.*\.)?(?:lm_head|embed_tokens|score)\.(?:qweight|weight_packed)")
 MERGED = {part: name for name, parts in linears(1, True).items() for part in parts}
 REGEX_SIGNS = frozenset("*+?^$()[]{}|\\")
 
@@ -89,28 +94,37 @@ Schemes = dict[str, PackedInts | None]  # of modules; None: in 16 bits
 Layers = list[tuple[tuple[str, PackedInts], ...]]
 
 
-def read_packed(quantization: dict[str, Any], family: Family, num_layers: int, num_experts: int) -> Layers:
-    """Of each decoder layer: its packed modules. A merged layer stands for its parts where they are alike."""
-    modules = linears(num_experts, bool(family.recurrent)) | dict.fromkeys((*OTHERS, UNNAMED), ())
-    names = [f"model.layers.{i}.{x}" for i in range(num_layers) for name, parts in modules.items()
-             for x in (name, *parts)]  # fmt: skip
-    schemes = READERS[quantization["quant_method"]](quantization, family, names)
-    layers: Layers = []
-    for i in range(num_layers):
-        prefix, of_layer = f"model.layers.{i}.", []
-        for name, parts in modules.items():
-            apart = [(part, schemes[prefix + part]) for part in parts]
-            scheme = schemes[prefix + name]
-            if apart and scheme == schemes[prefix + UNNAMED]:  # rules name the parts, if any
-                scheme = apart[0][1]
-            of_parts = {scheme for _, scheme in apart}
-            of_layer += [(name, scheme)] if len(of_parts) < 2 else apart
-        layers.append(tuple((name, scheme) for name, scheme in of_layer if scheme is not None and name != UNNAMED))
+def read_packed(
+    quantization: dict[str, Any], family: Family, num_layers: int, num_experts: int, files: Sequence[Path]
+) -> Layers:
+    """Of each decoder layer: its packed modules. A merged layer stands for its parts where they are alike.
+
+    ``files``: of the weights. They tell which layers the checkpoint itself has merged; without them it has the parts.
+    """
+    tensors = [name for file in files for name in tensor_names(file)]
+    if outside := [name for name in tensors if OUTSIDE.fullmatch(name)]:
+        head = "a packed LM head" if "lm_head" in outside[0] else "a packed module outside of decoder layers"
+        raise refusal(f"{head} ({outside[0]})")
+    stems = {name.rpartition(".")[0] for name in tensors}
+    stems |= {f"model.{stem}" for stem in stems}  # of a decoder that was saved alone
+    modules = linears(num_experts, bool(family.recurrent)) | dict.fromkeys(OTHERS, ())
+    own: dict[tuple[int, str], list[str]] = {}  # (layer, linear layer here) -> the checkpoint's modules
+    for i, (name, parts) in product(range(num_layers), modules.items()):
+        prefix = f"model.layers.{i}."
+        is_whole = not parts or not stems.isdisjoint(spellings(prefix + name, family.renamed))
+        own[i, name] = [prefix + part for part in ([name] if is_whole else parts)]
+    schemes = READERS[quantization["quant_method"]](quantization, family, list(chain(*own.values())))
+    layers: list[list[tuple[str, PackedInts]]] = [[] for _ in range(num_layers)]
+    for (i, name), names in own.items():
+        found = [(each.removeprefix(f"model.layers.{i}."), schemes[each]) for each in names]
+        if len({scheme for _, scheme in found}) == 1:
+            found = [(name, found[0][1])]
+        layers[i] += [(module, scheme) for module, scheme in found if scheme is not None]
     in_order = [name for layer in layers for name, scheme in layer if scheme.act_order and ".experts." in name]
     if family.gpt_oss_experts or in_order:
         what = "gpt-oss in packed integers" if family.gpt_oss_experts else f"desc_act of experts ({in_order[0]})"
         raise refusal(what)
-    return layers
+    return [tuple(layer) for layer in layers]
 
 
 def scheme_of(layer: tuple[tuple[str, PackedInts], ...], module: str) -> PackedInts | None:
@@ -155,8 +169,8 @@ def of_awq(raw: dict[str, Any], family: Family, names: list[str]) -> Schemes:
             raise refusal(f"{old}={raw[old]!r:.100} beside {new}={raw[new]!r:.100}")
     check_fields("", given, OF_AWQ, is_closed=True)
     scheme = PackedInts("awq", 4, group_size_of("group_size", given.get("group_size")), symmetric=False)
-    is_skipped, is_inside = skipped_modules(raw, family, names), inside_blocks(raw, family)
-    return {name: scheme if is_inside(name) and not is_skipped(name) else None for name in names}
+    is_chosen = chosen_modules(raw, family, names)
+    return {name: scheme if is_chosen(name) else None for name in names}
 
 
 def of_gptq(raw: dict[str, Any], family: Family, names: list[str]) -> Schemes:
@@ -184,10 +198,8 @@ def of_gptq(raw: dict[str, Any], family: Family, names: list[str]) -> Schemes:
             check_fields(where, fields, allowed, is_closed=True)
             overrides[pattern] = scheme(raw | {name: x for name, x in fields.items() if x is not None}, where)
     found = matches({pattern: re.sub(r"^[+-]:", "", pattern) for pattern in dynamic}, family, names)
-    is_inside = inside_blocks(raw, family)
-    return {
-        name: overrides[found[name]] if name in found else default if is_inside(name) else None for name in names
-    }
+    is_chosen = chosen_modules(raw, family, names)
+    return {name: overrides[found[name]] if name in found else default if is_chosen(name) else None for name in names}
 
 
 def of_auto_round(raw: dict[str, Any], family: Family, names: list[str]) -> Schemes:
@@ -210,12 +222,8 @@ def of_auto_round(raw: dict[str, Any], family: Family, names: list[str]) -> Sche
     # as AutoRound's readers: a key without signs of a regular expression is a whole name
     regexes = {name: f"(?:.*)(?:{name})" if REGEX_SIGNS & set(name) else re.escape(name) + "$"
                for name in sorted(overrides, key=lambda name: bool(REGEX_SIGNS & set(name)))}  # fmt: skip
-    found, is_inside = matches(regexes, family, names), inside_blocks(raw, family)
-    is_skipped, default = skipped_modules(raw, family, names), scheme({}, "")
-    return {
-        name: overrides[found[name]] if name in found
-        else default if is_inside(name) and not is_skipped(name) else None for name in names
-    }  # fmt: skip
+    found, is_chosen, default = matches(regexes, family, names), chosen_modules(raw, family, names), scheme({}, "")
+    return {name: overrides[found[name]] if name in found else default if is_chosen(name) else None for name in names}
 
 
 def of_compressed_tensors(raw: dict[str, Any], family: Family, names: list[str]) -> Schemes:
@@ -258,17 +266,20 @@ def flat(value: Any, where: str) -> list[str]:
     return [name for each in value for name in flat(each, where)]
 
 
-def inside_blocks(raw: dict[str, Any], family: Family) -> Callable[[str], bool]:
-    """Whether a module is one of the blocks' that the files name, and in them one of the modules; none: all are."""
+def chosen_modules(raw: dict[str, Any], family: Family, modules: list[str]) -> Callable[[str], bool]:
+    """Test whether the fields of ``WHICH`` choose a module: in a block, of an ending there, not left out; none: all."""
     blocks = [name for key in BLOCKS for name in flat(raw.get(key), key)]
     ends = flat(raw.get("modules_in_block_to_quantize"), "modules_in_block_to_quantize")
+    is_skipped = skipped_modules(raw, family, modules)
 
-    def is_inside(name: str) -> bool:
+    def is_chosen(name: str) -> bool:
         names = spellings(name, family.renamed)
         in_blocks = not blocks or any(each.startswith(block) for each in names for block in blocks)
-        return in_blocks and (not ends or any(each.endswith(f".{end}") for each in names for end in ends))
+        return in_blocks and (not ends or any(each.endswith(f".{end}") for each in names for end in ends)) and (
+            not is_skipped(name)
+        )
 
-    return is_inside
+    return is_chosen
 
 
 READERS: dict[str, Callable[[dict[str, Any], Family, list[str]], Schemes]] = {

@@ -5,8 +5,9 @@ numbers is honoured or refused. Imports no torch; ``layers/quantization.py`` has
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fnmatch import translate
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanovllm.errors import CheckpointError
@@ -94,8 +95,11 @@ def linears(num_experts: int, has_recurrent: bool = False) -> dict[str, tuple[st
     return names
 
 
-def read_quantization(raw: dict[str, Any], family: Family) -> tuple[str | None, int | None, list[dict[str, Any]]]:
+def read_quantization(raw: dict[str, Any], family: Family,
+                      files: Sequence[Path]) -> tuple[str | None, int | None, list[dict[str, Any]]]:
     """``quant_method`` and ``fp8`` of a ``ModelConfig``, and the fields of each ``LayerConfig`` that say more.
+
+    ``files``: of the weights, [] where they are random.
 
     Raises:
         CheckpointError: it has a ``quantization_config``, but not of ``SUPPORTED``.
@@ -115,7 +119,7 @@ def read_quantization(raw: dict[str, Any], family: Family) -> tuple[str | None, 
     if is_packed or method in always_packed:
         from nanovllm.models.packed_config import read_packed
 
-        packed = read_packed(quantization, family, num_layers, num_experts)
+        packed = read_packed(quantization, family, num_layers, num_experts, files)
         return method, None, [{"packed": of_layer} for of_layer in packed]
     if method not in tuple(FORMS) or (method == "mxfp4" and not family.gpt_oss_experts):
         raise refusal(f"quant_method={method!r:.100}")

@@ -15,6 +15,7 @@ import numpy as np
 
 from nanovllm.errors import CheckpointError, RequestError
 from nanovllm.models.families import TOWER
+from nanovllm.models.vision_rules import check_fields
 from nanovllm.utils.checkpoint import read_json, tensor_names
 from nanovllm.validation import Rule, at_least, by_field, check, check_all, integer, list_of, optional
 
@@ -40,6 +41,7 @@ class TowerFamily(NamedTuple):
     num_tokens: int = 0
     marks: tuple[str, ...] = ()  # tokens behind the rows of an image, and behind its last row
     has_mask: bool = False  # its attention takes a mask of all patches of a call by all
+    deepstack: tuple[int, ...] = ()  # default of ``deepstack_visual_indexes``; (): the family has none
     placeholder: tuple[str, str] | None = None  # in texts: a regular expression, and the text that takes its place
     text: str = "<|vision_start|><|image_pad|><|vision_end|>"  # of an image, for chat templates that take strings
 
@@ -47,8 +49,12 @@ class TowerFamily(NamedTuple):
 TOWERS = {
     "Qwen2VLForConditionalGeneration": TowerFamily("qwen2_vl", "Qwen2VLModel", "sections", (16, 24, 24)),
     "Qwen2_5_VLForConditionalGeneration": TowerFamily("qwen2_5_vl", "Qwen2_5_VLModel", "sections", (16, 24, 24)),
-    "Qwen3VLForConditionalGeneration": TowerFamily("qwen3_vl", "Qwen3VLModel", "interleaved", (24, 20, 20)),
-    "Qwen3VLMoeForConditionalGeneration": TowerFamily("qwen3_vl_moe", "Qwen3VLMoeModel", "interleaved", (24, 20, 20)),
+    "Qwen3VLForConditionalGeneration": TowerFamily(
+        "qwen3_vl", "Qwen3VLModel", "interleaved", (24, 20, 20), deepstack=(8, 16, 24)
+    ),
+    "Qwen3VLMoeForConditionalGeneration": TowerFamily(
+        "qwen3_vl_moe", "Qwen3VLMoeModel", "interleaved", (24, 20, 20), deepstack=(8, 16, 24)
+    ),
     "Qwen3_5ForConditionalGeneration": TowerFamily("qwen3_5", "Qwen3_5Model", "interleaved", (11, 11, 10)),
     "Qwen3_5MoeForConditionalGeneration": TowerFamily("qwen3_5_moe", "Qwen3_5MoeModel", "interleaved", (11, 11, 10)),
     "Gemma3ForConditionalGeneration": TowerFamily(
@@ -115,6 +121,7 @@ class VisionConfig(NamedTuple):
         if not is_dummy and not any(re.fullmatch(TOWER, name) for name in names):
             return None  # its language model was saved alone
         vision = check("config.json", "vision_config", raw["vision_config"], OBJECT, CheckpointError)
+        check_fields(raw, vision)
         text = check("config.json", "text_config", raw.get("text_config") or raw, OBJECT, CheckpointError)
         defaults = {
             "image_token_id": raw.get("image_token_index"), "spatial_merge_size": 2, "image_size": 0,
@@ -124,8 +131,7 @@ class VisionConfig(NamedTuple):
         if family.num_tokens:
             rows = sizes["image_size"] // sizes["patch_size"]
             sizes["spatial_merge_size"] = max(1, rows // math.isqrt(sizes["mm_tokens_per_image"]))
-        layers = vision.get("deepstack_visual_indexes") or []
-        layers = check("config.json", "deepstack_visual_indexes", layers, INDEXES, CheckpointError)
+        layers = vision.get("deepstack_visual_indexes", family.deepstack) if family.deepstack else ()
         rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
         section = check("config.json", "rope_parameters", rope, OBJECT, CheckpointError).get("mrope_section")
         rule = optional(Rule("a list of three sizes", lambda x: INDEXES.accepts(x) and len(x) == 3))
@@ -136,7 +142,7 @@ class VisionConfig(NamedTuple):
         }  # fmt: skip
         return cls(
             family, sizes["image_token_id"], sizes["spatial_merge_size"], sizes["patch_size"],
-            sizes["image_size"], sizes["mm_tokens_per_image"] if family.num_tokens else 0, len(layers),
+            sizes["image_size"], sizes["mm_tokens_per_image"] if family.num_tokens else 0, len(layers or ()),
             tuple(section) if family.mrope else (), patches if family.mrope else {},
         )  # fmt: skip
 

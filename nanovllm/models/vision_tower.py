@@ -4,16 +4,24 @@ A tower turns images into features of the language model's hidden size, one row 
 columns are added to the outputs of its first layers (deepstack, arXiv:2406.04334).
 """
 
+import math
+import re
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.errors import CheckpointError
 from nanovllm.layers.weight_loader import CheckpointTensor, copy_shard
+from nanovllm.models.families import TOWER
 from nanovllm.models.vision import VisionConfig
-from nanovllm.utils.checkpoint import LOADING_LOCK
+from nanovllm.models.vision_rules import check_sizes
+from nanovllm.utils.checkpoint import LOADING_LOCK, open_tensors
 
 DUMMY_STD = 0.02
 SIZES = ("image_grid_thw", "image_sizes")  # of images, by either name
@@ -43,6 +51,32 @@ def packed_attention() -> str:
     return name
 
 
+def tower_builder(vision: VisionConfig, model_path: str, dtype: torch.dtype) -> Callable[[], Any]:
+    """A function that builds transformers' model, with a language model of no layers and one token."""
+    with LOADING_LOCK:
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(model_path)
+        family = vision.family
+        module: Any = import_module(f"transformers.models.{family.module}.modeling_{family.module}")
+    check_sizes(config, vision)
+    text = config.text_config
+    text.num_hidden_layers, text.layer_types, text.vocab_size, text.pad_token_id = 0, [], 1, None
+    for part in (config, text, config.vision_config):
+        part.initializer_range = DUMMY_STD  # the file may have any number; the weights are replaced
+    return partial(getattr(module, family.model)._from_config, config, attn_implementation="sdpa", dtype=dtype)
+
+
+def count_weights(model_path: str) -> int:
+    """Count the numbers in the tensors of a checkpoint's vision tower and projector."""
+    total = 0
+    for file in sorted(Path(model_path).glob("*.safetensors")):
+        with open_tensors(file, "pt") as tensors:
+            names = [name for name in tensors.keys() if re.fullmatch(TOWER, name)]  # noqa: SIM118
+            total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
+    return total
+
+
 class VisionTower(nn.Module):
     """Computes the features of images.
 
@@ -50,19 +84,29 @@ class VisionTower(nn.Module):
         vision: of the checkpoint.
         model_path: its directory.
         dtype: to compute in.
+        is_dummy: its weights will be random.
+
+    Raises:
+        CheckpointError: transformers cannot build it, or its tensors are fewer than it needs.
     """
 
-    def __init__(self, vision: VisionConfig, model_path: str, dtype: torch.dtype):
+    def __init__(self, vision: VisionConfig, model_path: str, dtype: torch.dtype, is_dummy: bool = False):
         super().__init__()
-        with LOADING_LOCK:
-            from transformers import AutoConfig
-
-            config = AutoConfig.from_pretrained(model_path)
-            family = vision.family
-            module: Any = import_module(f"transformers.models.{family.module}.modeling_{family.module}")
-        text = config.text_config  # a language model of no layers and one token, which is taken out again
-        text.num_hidden_layers, text.layer_types, text.vocab_size, text.pad_token_id = 0, [], 1, None
-        self.model = getattr(module, family.model)._from_config(config, attn_implementation="sdpa", dtype=dtype)
+        try:
+            build = tower_builder(vision, model_path, dtype)
+            with torch.device("meta"):  # without memory for weights that the checkpoint may not have
+                num_weights = sum(x.numel() for x in build().parameters())
+        except CheckpointError:
+            raise
+        except Exception as error:  # of any class: transformers reads numbers that a stranger wrote
+            raise CheckpointError(
+                f"config.json: transformers cannot build the vision tower ({type(error).__name__}: {error!s:.500})."
+            ) from error
+        if not is_dummy and num_weights > 2 * (num_given := count_weights(model_path)):
+            raise CheckpointError(
+                f"config.json: vision_config has a tower of {num_weights:,} weights; {model_path} has {num_given:,}."
+            )
+        self.model = build()
         if hasattr(self.model, "visual") and dtype != torch.float32 and torch.get_default_device().type == "cuda":
             # behind the constructor, which would look for the package flash-attn
             self.model.visual.config._attn_implementation = packed_attention()

@@ -242,7 +242,7 @@ def make_tower(rank: Rank, vision: VisionConfig) -> VisionTower:
     """A tower with random weights, until the checkpoint is loaded."""
     config = rank.config
     with model_defaults(rank.dtype, rank.device):
-        tower = VisionTower(vision, config.model_path, rank.dtype)
+        tower = VisionTower(vision, config.model_path, rank.dtype, is_dummy=config.load_format == "dummy")
     if rank.device.type == "cuda":
         tower.pad_mlps()
     if config.load_format == "dummy":

@@ -18,6 +18,7 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 MAX_JSON_BYTES = 256 << 20  # the largest published, an index of all tensors, has 10 MiB
 LOADING_LOCK = RLock()  # imported by two threads at once, transformers lacks its classes in one of them
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
+TEMPLATES = "additional_chat_templates"  # a folder that transformers reads
 ID = at_least(0)
 IDS = list_of(ID, "a token id or a list of them")
 TOKEN_IDS = Rule(
@@ -47,7 +48,7 @@ def resolve_model(
         cache_dir: of hub models; None is the hub library's.
 
     Raises:
-        CheckpointError: neither a readable directory nor a hub id, or the hub cannot provide it.
+        CheckpointError: neither a readable directory nor a hub id, the hub cannot provide it, or ``check_files``.
     """
     given = f"{option}={str(model)!r:.300}"
     try:
@@ -63,6 +64,7 @@ def resolve_model(
             "four bits as AWQ, GPTQ, AutoRound or compressed-tensors store them."
         )
     if is_directory:
+        check_files(path)
         return str(path)
     if mode or not HUB_ID.fullmatch(str(model)):
         file = {"model": "config.json", "lora": "adapter_config.json"}.get(option, "tokenizer.json")
@@ -83,6 +85,21 @@ def resolve_model(
     except Exception as error:  # errors of the HTTP client pass through, and their classes depend on its version
         hub = f"the hub says: {error}"
     raise CheckpointError(f"{given} is not a directory ({why}); as a hub id: {hub}")
+
+
+def check_files(path: Path) -> None:
+    """Raise CheckpointError if a file of a checkpoint is a FIFO, a socket or a device, which may never end.
+
+    Libraries open some of the files by themselves, so all are checked before.
+    """
+    for folder in (path, path / TEMPLATES):
+        try:
+            files = list(folder.iterdir())
+        except OSError:  # absent, or unreadable, as the first file to be read will say
+            continue
+        for file in files:
+            if file.exists() and not (file.is_file() or file.is_dir()):
+                raise CheckpointError(f"{file} is no regular file; a checkpoint has no FIFOs, sockets or devices.")
 
 
 def read_json(path: Path, kind: type = dict) -> Any:

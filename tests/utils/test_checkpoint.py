@@ -4,11 +4,13 @@ import json
 import os
 import re
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
 
 from nanovllm import SamplingParams
+from nanovllm.config import Config
 from nanovllm.errors import CheckpointError
 from nanovllm.models.config_reader import read_model_config
 from nanovllm.utils.checkpoint import (
@@ -118,6 +120,54 @@ def test_a_fifo_for_config_json(tmp_path):
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(CheckpointError, match=r"config\.json cannot be read \(it is no regular file\)"):
         read_model_config(str(tmp_path))
+
+
+SPECIAL = {
+    "fifo": lambda path: os.mkfifo(path), "device": lambda path: os.symlink("/dev/zero", path),
+    "terminal": lambda path: os.symlink("/dev/tty", path),
+}  # fmt: skip
+FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "tekken.json", "chat_template.jinja",
+    "chat_template.json", "additional_chat_templates/rag.jinja", "preprocessor_config.json", "processor_config.json",
+    "hf_quant_config.json", "model.safetensors.index.json", "model-00002-of-00002.safetensors", "modules.json",
+)  # fmt: skip
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="has no FIFOs")
+@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize("option", ["model", "tokenizer", "lora"])
+def test_special_files(option, kind, tmp_path):
+    """transformers waited for ever, or read without end, where a FIFO or a device had the name of a file."""
+    adapter = ("adapter_config.json", "adapter_model.safetensors")
+    for i, name in enumerate(adapter if option == "lora" else FILES):
+        path = shutil.copytree(DEMO_MODEL, tmp_path / str(i))
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).unlink(missing_ok=True)
+        SPECIAL[kind](path / name)
+        with pytest.raises(CheckpointError, match=rf"{re.escape(name)} is no regular file; a checkpoint has no FIFOs"):
+            Config(**{"model": DEMO_MODEL, option: path})
+
+
+@pytest.mark.skipif(not hasattr(socket, "AF_UNIX"), reason="has no sockets in folders")
+def test_a_socket(tmp_path, monkeypatch):
+    path = shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    monkeypatch.chdir(path)  # names of sockets are short
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("chat_template.jinja")
+        with pytest.raises(CheckpointError, match=r"chat_template\.jinja is no regular file"):
+            Config(model=path)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need a privilege there")
+def test_links_and_folders_in_a_checkpoint(tmp_path):
+    """The hub's cache has links to files; a link to nothing is like no file."""
+    for file in DEMO_MODEL.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "chat_template.jinja").symlink_to(tmp_path / "nothing")
+    (tmp_path / "added_tokens.json").symlink_to(tmp_path / "added_tokens.json")
+    (tmp_path / "onnx").mkdir()
+    assert Config(model=tmp_path).model_path == str(tmp_path)
 
 
 def test_old_and_new_transformers_write_the_same_model(make_checkpoint, tmp_path):

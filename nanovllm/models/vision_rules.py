@@ -1,0 +1,89 @@
+"""Checks the numbers that a vision tower divides by or builds layers from, before transformers sees them.
+
+Owns the rules of ``vision_config`` and of the projector's fields beside it. Knows the names in transformers' classes of
+configuration, and none of their code. Imports neither torch nor transformers.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.errors import CheckpointError
+from nanovllm.validation import Rule, at_least, by_field, check, check_all, choice, integer, list_of, number, optional
+
+if TYPE_CHECKING:
+    from nanovllm.models.vision import VisionConfig
+
+MAX_LAYERS, MAX_HEADS, MAX_SIZE = 1024, 1024, 1 << 16
+POSITIVE = number("a number > 0", lambda x: x > 0)
+OBJECT = Rule("an object", lambda x: isinstance(x, dict))
+ACTIVATION = choice("gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu", "swish")
+LAYERS = list_of(at_least(0), "a list of layers")
+DIFFERENT = Rule("a list of different layers", lambda x: LAYERS.accepts(x) and len(set(x or ())) == len(x or ()))
+OF_TOWER = by_field(
+    ("depth num_hidden_layers", integer(f"an integer from 1 to {MAX_LAYERS}", lambda n: 1 <= n <= MAX_LAYERS)),
+    ("num_heads num_attention_heads", integer(f"an integer from 1 to {MAX_HEADS}", lambda n: 1 <= n <= MAX_HEADS)),
+    ("hidden_size embed_dim intermediate_size out_hidden_size window_size num_position_embeddings mlp_ratio head_dim",
+     integer(f"an integer from 1 to {MAX_SIZE}", lambda n: 1 <= n <= MAX_SIZE)),
+    ("in_channels num_channels", choice(3)),
+    ("hidden_act", ACTIVATION),
+    ("layer_norm_eps rope_theta", POSITIVE),
+    ("rope_parameters", optional(OBJECT)),
+    ("deepstack_visual_indexes", DIFFERENT),
+    ("fullatt_block_indexes", LAYERS),
+)
+OF_PROJECTOR = by_field(
+    ("projector_hidden_act", ACTIVATION),
+    ("vision_feature_layer", Rule(  # 0, which alone is falsy, transformers takes for none
+        "a layer but 0, or a list of layers",
+        lambda x: x not in (0, []) and all(map(integer("").accepts, x if isinstance(x, list) else [x])),
+    )),
+)  # fmt: skip
+
+
+def check_fields(raw: Mapping[str, Any], vision: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for a field of ``config.json`` or its ``vision_config`` with an impossible value.
+
+    Absent fields have transformers' defaults.
+    """
+    given = {name: rule for name, rule in OF_TOWER.items() if name in vision}
+    check_all("config.json: vision_config", vision, given, CheckpointError)
+    theta = (vision.get("rope_parameters") or {}).get("rope_theta", 1)
+    check("config.json: vision_config", "rope_parameters.rope_theta", theta, POSITIVE, CheckpointError)
+    given = {name: rule for name, rule in OF_PROJECTOR.items() if name in raw}
+    check_all("config.json", raw, given, CheckpointError)
+
+
+def check_sizes(config: Any, tower: "VisionConfig") -> None:
+    """Raise CheckpointError for fields that contradict each other; ``config`` is transformers' of the whole model."""
+    vision, side, num_tokens = config.vision_config, tower.patch_size * tower.merge_size, tower.num_whole
+    is_qwen, width_name, output_name = bool(tower.family.mrope), "hidden_size", "out_hidden_size"
+    if tower.family.module == "qwen2_vl":
+        width_name, output_name = "embed_dim", "hidden_size"
+    heads_name, depth_name = ("num_heads", "depth") if is_qwen else ("num_attention_heads", "num_hidden_layers")
+    width, heads, depth = (getattr(vision, name) for name in (width_name, heads_name, depth_name))
+    if width % heads or (not num_tokens and width // heads % 4):  # a quarter each for sines and cosines of two axes
+        by = "" if num_tokens else " by a multiple of 4"
+        raise wrong(f"{width_name}={width} must be a multiple of {heads_name}={heads}{by}")
+    if not (is_qwen or num_tokens) and vision.head_dim != width // heads:
+        raise wrong(f"head_dim={vision.head_dim} must be {width_name}={width} / {heads_name}={heads}")
+    if is_qwen and getattr(vision, output_name) != config.text_config.hidden_size:
+        raise wrong(f"{output_name}={getattr(vision, output_name)} must be the text's {config.text_config.hidden_size}")
+    if tower.family.module == "qwen2_5_vl" and vision.window_size < side:
+        raise wrong(f"window_size={vision.window_size} must be at least {side}, the pixels of a token's side")
+    if tower.family.deepstack and max(vision.deepstack_visual_indexes, default=0) >= depth:
+        raise wrong(f"deepstack_visual_indexes={vision.deepstack_visual_indexes} must be below depth={depth}")
+    if not is_qwen and tower.image_size < side:
+        raise wrong(f"image_size={tower.image_size} must be at least {side}, the pixels of a token's side")
+    if num_tokens and (tower.image_size // tower.patch_size) ** 2 != num_tokens * tower.merge_size**2:
+        raise wrong(
+            f"image_size={tower.image_size} and patch_size={tower.patch_size} make no square of mm_tokens_per_image="
+            f"{num_tokens} tokens"
+        )
+    layers = getattr(config, "vision_feature_layer", -1)
+    for layer in layers if isinstance(layers, list) else [layers]:
+        if not -depth - 1 <= layer <= depth:
+            raise wrong(f"{depth_name}={depth} has no output for vision_feature_layer={layers}")
+
+
+def wrong(what: str) -> CheckpointError:
+    return CheckpointError(f"config.json: vision_config: {what}.")
