@@ -5,6 +5,7 @@ Owns the parts of a message that are text. Renders nothing.
 
 import re
 from collections.abc import Mapping
+from collections.abc import Sequence as ListLike
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def takes_parts(source: str) -> bool:
     return len(source) <= MAX_SOURCE and loops_over_content(source)
 
 
-def with_contents(messages: list[dict[str, Any]], are_parts: bool, placeholder: str) -> list[dict[str, Any]]:
+def with_contents(messages: ListLike[dict[str, Any]], are_parts: bool, placeholder: str) -> list[dict[str, Any]]:
     """Messages whose contents have the form that a template takes; those of the caller are not changed.
 
     Args:

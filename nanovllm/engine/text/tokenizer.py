@@ -115,7 +115,7 @@ class AsyncTokenizer:
         """One conversation as text; see ``apply_chat_templates``."""
         return self.apply_chat_templates([messages], placeholder, **kwargs)[0]
 
-    def apply_chat_templates(self, conversations: list[list[dict]], placeholder: str = "", /, *,
+    def apply_chat_templates(self, conversations: ListLike[ListLike[dict]], placeholder: str = "", /, *,
                              chat_template_content_format: str = "auto", **kwargs: Any) -> list[str]:
         """The text of each conversation, all with the same options.
 
