@@ -127,7 +127,7 @@ def test_values_cross_as_plain_data(render, value, text):
     assert render("{{ messages[0].x }}{{ y }}", [{**HI[0], "x": value}], y=value) == 2 * text
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, [{"x": len}]], ids=str)
+@pytest.mark.parametrize("value", [object(), {1, 2}, [{"x": len}]], ids=["object", "set", "function"])
 def test_objects_that_cannot_cross(render, value):
     with refuses("chat templates take text, numbers, booleans, None, lists and dictionaries, not "):
         render("x", x=value)

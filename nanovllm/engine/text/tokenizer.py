@@ -115,6 +115,7 @@ class AsyncTokenizer:
         """One conversation as text; see ``apply_chat_templates``."""
         return self.apply_chat_templates([messages], placeholder, **kwargs)[0]
 
+<<<<<<< HEAD
     def apply_chat_templates(self, conversations: ListLike[ListLike[dict]], placeholder: str = "", /, *,
                              chat_template_content_format: str = "auto", **kwargs: Any) -> list[str]:
         """The text of each conversation, all with the same options.
@@ -131,8 +132,14 @@ class AsyncTokenizer:
             allowed = " or ".join(map(repr, FORMATS))
             raise RequestError(f"chat_template_content_format={chat_template_content_format!r:.100} must be {allowed}.")
         if isinstance(self.tokenizer, FastTokenizer):
+=======
+    def apply_chat_templates(self, conversations: ListLike[ListLike[dict]], /, **kwargs: Any) -> list[str]:
+        """The text of each conversation, all with the same ``kwargs``."""
+        tokenizer = self._required()
+        if isinstance(tokenizer, FastTokenizer):
+>>>>>>> w-templates
             self._templates.start()  # in the background, while this process imports transformers too
-        tokenizer = self.of_transformers()
+            tokenizer = self.of_transformers()
         if kwargs.get("tools") and "tools" not in self.template_variables(kwargs.get("chat_template")):
             raise RequestError("the chat template reads no tools, so the model would not be told of them.")
         if not (kwargs.get("chat_template") or tokenizer.chat_template):
