@@ -115,7 +115,6 @@ class AsyncTokenizer:
         """One conversation as text; see ``apply_chat_templates``."""
         return self.apply_chat_templates([messages], placeholder, **kwargs)[0]
 
-<<<<<<< HEAD
     def apply_chat_templates(self, conversations: ListLike[ListLike[dict]], placeholder: str = "", /, *,
                              chat_template_content_format: str = "auto", **kwargs: Any) -> list[str]:
         """The text of each conversation, all with the same options.
@@ -127,17 +126,11 @@ class AsyncTokenizer:
                 where the template loops over them.
             **kwargs: of transformers; those it does not know, of the template.
         """
-        self._required()
+        tokenizer = self._required()
         if chat_template_content_format not in FORMATS:
             allowed = " or ".join(map(repr, FORMATS))
             raise RequestError(f"chat_template_content_format={chat_template_content_format!r:.100} must be {allowed}.")
-        if isinstance(self.tokenizer, FastTokenizer):
-=======
-    def apply_chat_templates(self, conversations: ListLike[ListLike[dict]], /, **kwargs: Any) -> list[str]:
-        """The text of each conversation, all with the same ``kwargs``."""
-        tokenizer = self._required()
         if isinstance(tokenizer, FastTokenizer):
->>>>>>> w-templates
             self._templates.start()  # in the background, while this process imports transformers too
             tokenizer = self.of_transformers()
         if kwargs.get("tools") and "tools" not in self.template_variables(kwargs.get("chat_template")):
