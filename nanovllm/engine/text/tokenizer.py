@@ -118,10 +118,10 @@ class AsyncTokenizer:
 
     def apply_chat_templates(self, conversations: ListLike[ListLike[dict]], /, **kwargs: Any) -> list[str]:
         """The text of each conversation, all with the same ``kwargs``."""
-        self._required()
-        if isinstance(self.tokenizer, FastTokenizer):
+        tokenizer = self._required()
+        if isinstance(tokenizer, FastTokenizer):
             self._templates.start()  # in the background, while this process imports transformers too
-        tokenizer = self.of_transformers()
+            tokenizer = self.of_transformers()
         if kwargs.get("tools") and "tools" not in self.template_variables(kwargs.get("chat_template")):
             raise RequestError("the chat template reads no tools, so the model would not be told of them.")
         if not (kwargs.get("chat_template") or tokenizer.chat_template):
