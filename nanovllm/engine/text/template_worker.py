@@ -208,7 +208,7 @@ def _end(process: subprocess.Popen, owner: int) -> None:
 
 def _form(template: str, conversation: list[dict], options: dict[str, Any]) -> tuple:
     """The parts of a conversation that the branches of templates usually depend on."""
-    messages = tuple([(str(m.get("role")), *m) for m in conversation])
+    messages = tuple([(m.get("role"), *m) for m in conversation])
     return template, messages, *options, *map(bool, options.values())
 
 
@@ -231,8 +231,10 @@ def _plain(value: Any) -> Any:
     """The value in Python's own types, which ``marshal`` takes; raises RequestError if it has no such form."""
     if value is None or type(value) in (str, int, float, bool):
         return value
-    if isinstance(value, (dict, Mapping)):
-        return {_plain(name): x if type(x) is str else _plain(x) for name, x in value.items()}  # the calls take time
+    if isinstance(value, (dict, Mapping)):  # most have strings alone, and calls take time
+        return {
+            name if type(name) is str else _plain(name): x if type(x) is str else _plain(x) for name, x in value.items()
+        }
     if isinstance(value, list):
         return [_plain(x) for x in value]
     if isinstance(value, tuple):
