@@ -155,6 +155,35 @@ def test_the_reading_path_is_as_long_as_it_says():
     assert total <= PATH_LINES or grew
 
 
+OTHERS_NAMES = {"tokenizers", "xxh64"}  # names of other libraries in the pages
+
+
+@cache
+def names_in_code() -> set[str]:
+    """Every name and short string in the library, its tools and scripts."""
+    found: set[str] = set()
+    for path in [*modules(), *ROOT.glob("*.py"), *(ROOT / "tools").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            values = (getattr(node, field, None) for field in ("name", "id", "attr", "arg", "value"))
+            found |= {value for value in values if isinstance(value, str) and len(value) < 60}
+    return found
+
+
+@pytest.mark.parametrize("page", ["architecture", "features", "invariants"])
+def test_pages_name_what_exists(page):
+    """Files, classes, methods, functions and options in backticks; features.md named a method that was long gone."""
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    files = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")}
+    quoted = set(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)))
+    assert len(quoted) > 10
+    for each in sorted(quoted):
+        if re.fullmatch(r"[\w./-]+\.(py|md)|[\w./-]+/", each):
+            is_there = any((folder / each).exists() for folder in (ROOT, PACKAGE, ROOT / "docs"))
+            assert is_there or any(name.endswith(f"/{each}") for name in files), each
+        elif re.fullmatch(r"[A-Za-z_][\w.]*(\(.*\))?", each):
+            assert set(each.split("(")[0].split(".")) <= names_in_code() | OTHERS_NAMES, each
+
+
 RUN_ONE = """
 import os, sys
 os.environ["TQDM_DISABLE"] = "1"
