@@ -3,6 +3,7 @@
 Owns the watch and its exception. Only CPython's interpreter looks for it, so one long call of a C function is not cut.
 """
 
+import _thread
 import ctypes
 import threading
 from collections.abc import Iterator
@@ -11,6 +12,13 @@ from contextlib import contextmanager
 
 class TimeLimitError(BaseException):
     """The code within ``time_limit`` took longer. Its ``except Exception`` does not stop this."""
+
+
+class Watch(threading.Timer):
+    """A timer that starts at once: ``Thread.start`` waits until the thread runs, as long as a chat takes to render."""
+
+    def start(self) -> None:
+        _thread.start_new_thread(self.run, ())
 
 
 @contextmanager
@@ -26,8 +34,7 @@ def time_limit(seconds: float) -> Iterator[None]:
                 is_late = True
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(TimeLimitError))
 
-    watch = threading.Timer(seconds, expire)
-    watch.daemon = True
+    watch = Watch(seconds, expire)
     try:
         watch.start()
         yield

@@ -29,7 +29,7 @@ class ByHand(threading.Timer):
 
 
 def test_nothing_is_raised_behind_the_block(monkeypatch):
-    monkeypatch.setattr(threading, "Timer", ByHand)
+    monkeypatch.setattr("nanovllm.utils.time_limit.Watch", ByHand)
     with time_limit(30):
         pass
     ByHand.made[-1].function()
@@ -40,7 +40,7 @@ def test_nothing_is_raised_behind_the_block(monkeypatch):
 @pytest.mark.parametrize("error", [None, KeyError])
 def test_an_error_that_comes_late_is_raised_at_the_end(error, monkeypatch):
     """It expired at the last line of the code within."""
-    monkeypatch.setattr(threading, "Timer", ByHand)
+    monkeypatch.setattr("nanovllm.utils.time_limit.Watch", ByHand)
     with pytest.raises(TimeLimitError), time_limit(30):
         ByHand.made[-1].function()
         if error is not None:
@@ -83,7 +83,7 @@ def test_an_interrupt_at_the_start_leaves_no_timer(monkeypatch):
             super().start()
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(threading, "Timer", Interrupted)
+    monkeypatch.setattr("nanovllm.utils.time_limit.Watch", Interrupted)
     with pytest.raises(KeyboardInterrupt), time_limit(30):
         pass
     assert ByHand.made[-1].finished.is_set()
