@@ -15,6 +15,10 @@ from safetensors.torch import load_file, save_file
 from vision_families import END, FAMILIES, IMAGE, LAST_END, ROW_END, START, Twin, image
 
 from nanovllm import LLM, CheckpointError, EngineError, SamplingParams
+from nanovllm.distributed.group import SINGLE_RANK
+from nanovllm.models.config_reader import read_model_config
+from nanovllm.models.decoder import CausalLM
+from nanovllm.models.loader import load_model
 from nanovllm.models.vision import VisionConfig
 from nanovllm.models.vision_tower import VisionTower
 
@@ -145,6 +149,7 @@ def test_impossible_fields_of_vision_config(checkpoint, tmp_path):
     """transformers raised errors of its own, or built layers without end; ours names the field. With an odd
     number that is possible by itself there is an error of ours, too, or an image passes."""
     path, _, _ = checkpoint
+    decoder = CausalLM(read_model_config(path), None, SINGLE_RANK)
     original, copy = json.loads(Path(path, "config.json").read_text()), str(shutil.copytree(path, tmp_path / "copy"))
     for field, values in HOSTILE[original["model_type"]].items():
         is_outside = field in original or field in ("vision_feature_layer", "projector_hidden_act")
@@ -154,7 +159,7 @@ def test_impossible_fields_of_vision_config(checkpoint, tmp_path):
             try:
                 vision = VisionConfig.read(copy)
                 tower = VisionTower(vision, copy, torch.float32)
-                tower.load(copy)
+                load_model(decoder, copy, extra=[tower])
                 tower([tower.blank(4, torch.device("cpu"))])
             except CheckpointError as error:
                 assert value not in values or field in str(error), (field, value)

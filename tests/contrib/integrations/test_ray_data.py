@@ -70,8 +70,8 @@ def test_error_rows(report):
         6: "token id 1000000 is outside the vocabulary [0, 1024).",
         7: 'a row needs "messages", "prompt" or "tokenized_prompt".',
         8: "SamplingParams has no parameter 'temprature'. Did you mean 'temperature'?",
-        9: "this request fails with TypeError: Chat.apply_chat_template() got multiple values for argument "
-        "'conversation'. Check the values of its prompt, parameters and chat template.",
+        9: "the model's chat template cannot take these messages: PreTrainedTokenizerBase.apply_chat_template() got "
+        "multiple values for argument 'conversation'",
         10: "{'const': None} may hold a null, or fields that are absent: Arrow keeps both as null. Give the JSON "
         "schema as text.",
     }
