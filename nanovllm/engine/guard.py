@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from nanovllm.errors import EngineError
 
-NO_GC = 1 << 30  # a threshold that is never reached
+NO_GC = 1 << 30  # a threshold that no count reaches
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -34,12 +34,12 @@ class Guard:
         if self._engine is not None:
             self._engine._require_running()
             self._engine._token_processors.require_outside()
-            with self._engine._aborting:  # else another thread may have the lock to abort requests
+            with self._engine._aborting:  # another thread may hold the lock to abort requests
                 is_free = self._engine._lock.acquire(blocking=False)
             if not is_free:
                 raise EngineError("this engine is in use by another thread; give each thread an LLM of its own.")
         self._thresholds = gc.get_threshold()
-        if self._thresholds[2] != NO_GC:  # else an outer one, or another engine's thread, set it and will restore it
+        if self._thresholds[2] != NO_GC:  # else an outer guard or another engine's thread has set it and restores it
             gc.set_threshold(*self._thresholds[:2], NO_GC)
 
     def __exit__(self, *_: object) -> None:
@@ -67,7 +67,7 @@ def all_or_nothing(method: F) -> F:
             return method(engine, *args)
         except BaseException as error:
             engine._drop_all()
-            if isinstance(error, Exception) and not engine._why_shut_down:  # by exit() in a signal handler, perhaps
+            if isinstance(error, Exception) and not engine._why_shut_down:  # perhaps exit() ran in a signal handler
                 engine._require_running()
             raise
         finally:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.images.loading import ImageLoader
 
 KEYS = ("multi_modal_data", "mm_processor_kwargs")
-# Options of processors for videos, and of the choice among processors of equal results: neither changes an image.
+# Processor options for videos, and the choice among processors with equal results: neither changes an image.
 NEUTRAL = ("do_sample_frames", "fps", "num_frames", "min_frames", "max_frames", "total_pixels", "video_fps",
            "video_metadata", "video_start", "video_end", "return_metadata", "videos_kwargs", "use_fast")  # fmt: skip
 
@@ -74,5 +74,5 @@ def make_images(config: Config, tokenizer: AsyncTokenizer) -> Union["ImageLoader
 
     try:
         return ImageLoader(vision, config, tokenizer)
-    except CheckpointError as error:  # of its image processor, which text does not need
+    except CheckpointError as error:  # the image processor is broken, but text does not need it
         return Refusal(str(error).rstrip("."))

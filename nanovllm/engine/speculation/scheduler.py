@@ -35,8 +35,8 @@ class SpeculativeScheduler(Scheduler):
     def clear(self) -> None:
         super().clear()
         self.speculator.clear()
-        self._waits_for_tokens = False  # of the launch in flight, to verify drafts behind them
-        self._extended: list[int] = []  # batch positions of the sequences whose drafts in flight have further blocks
+        self._waits_for_tokens = False  # whether the next step waits for the tokens in flight, to verify drafts after them
+        self._extended: list[int] = []  # batch positions of sequences whose drafts in flight have further blocks
 
     def schedule(self) -> Batch | None:
         self._waits_for_tokens = False
@@ -66,7 +66,7 @@ class SpeculativeScheduler(Scheduler):
         if len(req_indices) > MAX_VERIFIED_SEQS:
             return None
         seqs = [self._seqs[i] for i in req_indices.tolist()]
-        room = (self.table.max_tokens[req_indices] - lengths - 1).tolist()  # the token behind a draft needs none
+        room = (self.table.max_tokens[req_indices] - lengths - 1).tolist()  # the token after a draft needs no room
         return self.speculator.propose(seqs, room, self.max_num_batched_tokens, self.num_in_flight > 0)
 
     def _make_room(self, req_indices: np.ndarray, lengths: np.ndarray, drafts: np.ndarray) -> list[tuple]:
