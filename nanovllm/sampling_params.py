@@ -96,7 +96,7 @@ PROCESSORS = Rule(
 )
 
 
-INSTEAD = {  # of names that vLLM once had
+INSTEAD = {  # names that vLLM once had -> names here
     "best_of": "n", "use_beam_search": "LLM.beam_search", "length_penalty": "LLM.beam_search",
     "guided_decoding": "structured_outputs",
     **{f"guided_{kind}": f"structured_outputs=StructuredOutputsParams({kind}=...)"
@@ -294,7 +294,7 @@ class SamplingParams(Parameters):
 
     def verify(self) -> None:
         """Check and normalise every value."""
-        for name in compress(DEFAULTS, map(is_not, VALUES_OF(self), DEFAULTS.values())):  # the loop in C
+        for name in compress(DEFAULTS, map(is_not, VALUES_OF(self), DEFAULTS.values())):  # the loop runs in C
             setattr(self, name, check("SamplingParams", name, getattr(self, name), RULES[name], RequestError))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
@@ -360,7 +360,7 @@ class SamplingParams(Parameters):
         return self.temperature < MIN_TEMPERATURE
 
 
-# of further parameters that the host looks at
+# values of further parameters that the host examines
 LOOKED_AT = attrgetter("allowed_token_ids", "thinking_token_budget", "logprobs", "logprob_token_ids")
 UNSET = (None,) * 4
 RULES = rules_of(SamplingParams)

@@ -69,7 +69,7 @@ class Workers:
         self._directory = os.path.join(tempfile.gettempdir(), f"nanovllm-{os.urandom(8).hex()}")
         self._pipes: dict[int, connection.Connection] = {}
         self._reports: dict[str, dict[int, Any]] = defaultdict(dict)  # reports by kind and rank, see ``Worker.report``
-        self._grace_s: float | None = None  # wait before the workers are killed, in seconds; 0 if nobody told them to leave
+        self._grace_s: float | None = None  # seconds until the workers are killed; 0 if nobody told them to leave
         self._thread = threading.Thread(target=self._watch, name="nanovllm-workers", daemon=True)
         self._thread.start()
 

@@ -123,7 +123,7 @@ def plan_cohorts(scheduler: "Scheduler", num_seqs: int) -> Cohorts | None:
         return None
     if len({seq.block(0).tobytes() for seq in seqs}) < len(seqs):
         return None
-    ages = tokens * np.arange(1, NUM_COHORTS + 1) // NUM_COHORTS + 1  # cohorts' ages in tokens, at most, when one of them ends
+    ages = tokens * np.arange(1, NUM_COHORTS + 1) // NUM_COHORTS + 1  # at most, in tokens, when one cohort ends
     num_prompt_tokens, block_size = sum(seq.num_tokens for seq in seqs) // len(seqs), scheduler.block_size
     num_blocks, num_slots = scheduler.block_manager.num_available, len(scheduler.table.seq_id)
     size = num_blocks // int((-(-(num_prompt_tokens + ages) // block_size)).sum())

@@ -55,7 +55,7 @@ class LLMEngine:
             tokenizer_source = config.tokenizer_path, config.skip_tokenizer_init, config.trust_remote_code
             self._tokenizer = AsyncTokenizer(*tokenizer_source)
             runner = self.model_runner = start_runner(config)
-            self.config = config = runner.config  # ``max_num_seqs`` is now the number of sequences that have room
+            self.config = config = runner.config  # its max_num_seqs is what memory has room for
             # the runner holds no reference to the engine, so collecting the engine frees the runner's memory too
             self._finalizer = weakref.finalize(self, _shut_down, runner, self._tokenizer)
             try:
@@ -69,7 +69,7 @@ class LLMEngine:
             except BaseException:
                 self._finalizer()
                 raise
-        gc.collect()  # full collections were off during the start; one here keeps it out of the first call
+        gc.collect()  # full collections were off during the start; one here spares the first call
 
     def _set_up(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler

@@ -42,7 +42,7 @@ class OutputProcessor:
         self.unfinished: dict[str, Request] = {}
         self.num_not_queued = 0
         self._requests: dict[int, Request] = {}  # unfinished requests by seq_id
-        self._processors: dict[int, TokenProcessor] = {}  # unfinished sequences' processors by seq_id, if every token is examined
+        self._processors: dict[int, TokenProcessor] = {}  # the same for sequences whose every token is examined
 
     def register(self, request: Request, caller: Caller) -> None:
         """From now on the request is one of the engine's, and may be aborted."""

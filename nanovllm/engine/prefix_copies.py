@@ -36,8 +36,8 @@ class CopyingBlockManager(BlockManager):
         self.places: dict[int, tuple[int, bytes]] = {}  # block id -> its key in ``children``
         self.tails: OrderedDict[int, None] = OrderedDict()  # blocks in ``children``, least recently used first
         self._prefix_copies: list[tuple[int, int]] = []
-        self._computed: list[tuple[Sequence, int]] = []  # (sequence, end of its tokens) that the batch being made computes
-        self._computed_before: list[tuple[Sequence, int]] = []  # the same for the batch before: they may be copied from now on
+        self._computed: list[tuple[Sequence, int]] = []  # (sequence, number of tokens) in the batch being made
+        self._computed_before: list[tuple[Sequence, int]] = []  # the same for the last batch: may be copied from now on
 
     def _place_of(self, seq: Sequence, i: int) -> tuple[int, bytes]:
         """The key of ``children`` for the sequence's block ``i``."""

@@ -21,10 +21,10 @@ class Progress:
         desc: the word before the bar.
     """
 
-    _is_first_step: ClassVar[bool] = True  # the process's first step allocates and initialises, so its time says nothing
+    _is_first_step: ClassVar[bool] = True  # the process's first step allocates and initialises: its time says nothing
 
     def __init__(self, num_requests: int, use_tqdm: bool | Callable[..., Any], desc: str = "Generating"):
-        is_off = getattr(sys.stderr, "closed", sys.stderr is None)  # a service, or 2>&-, closes stderr, to which tqdm writes
+        is_off = getattr(sys.stderr, "closed", sys.stderr is None)  # closed in services, or by 2>&-; tqdm writes there
         in_terminal = not is_off and sys.stderr.isatty()
         self._interval_s = TERMINAL_INTERVAL_S if in_terminal or "ipykernel" in sys.modules else LOG_INTERVAL_S
         options = {"total": num_requests, "desc": desc, "dynamic_ncols": True}

@@ -36,7 +36,7 @@ class Completion(Sequence):
         if self.processor is not None and self.processor.stop_text is not None:
             return done(self.processor.stop_text)
         params, token_ids = self.sampling_params, self.output_ids
-        by_token = self.finish_reason == "stop" and not isinstance(self.stop_reason, str)  # else a repetition has stopped it
+        by_token = self.finish_reason == "stop" and not isinstance(self.stop_reason, str)  # else by a repetition
         ends_early = by_token and not params.include_stop_str_in_output
         return tokenizer.decode_later(token_ids[:-1] if ends_early else token_ids, params)
 

@@ -98,7 +98,7 @@ class Scheduler:
         self.running_req_indices = np.empty(0, np.int32)  # in the same order
         self.admission = Admission(self)
         self.num_in_flight = 0  # launches scheduled and not yet processed
-        # int [V + 1], sequences that an id may stop, NO_TOKEN is the last; a hit is then checked against its sequence
+        # int [V + 1], how many sequences each id may stop (last: NO_TOKEN); a hit is then checked against its sequence
         self._num_stopping = np.bincount([*self.eos_token_ids, self._config.model_config.vocab_size])
         self._seqs: dict[int, Sequence] = {}  # by req_idx
 
@@ -273,7 +273,7 @@ class Scheduler:
         if isinstance(batch, PrefillBatch):
             self.metrics.prefilled(batch.seqs)
             for seq in batch.ends:
-                if seq.status is not SequenceStatus.FINISHED:  # finished if it was aborted
+                if seq.status is not SequenceStatus.FINISHED:  # an abort may have finished it
                     seq.finish_reason = "length"
                     finished.append(seq)
         if finished:

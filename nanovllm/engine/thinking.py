@@ -68,11 +68,11 @@ class Thinking:
         self.is_open = opened > closed
         self._left = budget - (len(prompt_ids) - opened if self.is_open else 0)
         longest = max(map(len, (marks.start, *marks.ends)))
-        self._since = prompt_ids[max(opened, closed) :][-longest:].tolist()  # tokens behind the last mark
+        self._since = prompt_ids[max(opened, closed) :][-longest:].tolist()  # tokens after the last mark
         self._last_ids = {ids[-1] for ids in (marks.start, *marks.ends)}
         alone = marks.ends[0]
         mark_at = max(0, behind_last(alone, np.array(marks.end)) - len(alone))
-        self._ways = marks.end, marks.end[mark_at:], *marks.ends  # to end, of which the text may have begun one
+        self._ways = marks.end, marks.end[mark_at:], *marks.ends  # possible endings; the text may have begun one
         self._forced = self._end_from_here()  # tokens that must come next, whatever they spell
 
     def accept(self, token_id: int) -> bool:

@@ -57,7 +57,7 @@ def delta_projection(hidden_size: int, sizes: dict[str, int], tp: TPGroup, preci
 class GatedDeltaNet(nn.Module):
     """The mixer of recurrent layers. Without ``states`` a prefill begins with zeros, and leaves nothing behind."""
 
-    name: ClassVar[str] = "linear_attn"  # in checkpoints
+    name: ClassVar[str] = "linear_attn"  # name in checkpoints
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, rope: RotaryEmbedding | None,
                  backend: AttentionBackend, tp: TPGroup):

@@ -18,8 +18,8 @@ from nanovllm.models.decoder import CausalLM
 class Block(NamedTuple):
     """An image in a prefill, or the end of one whose beginning is cached."""
 
-    place: int  # of its sequence in the batch
-    first: int  # of its tokens among the packed ones
+    place: int  # place of its sequence in the batch
+    first: int  # its first token among the packed ones
     start: int  # positions [start, stop) in the sequence
     stop: int
 

@@ -31,7 +31,7 @@ from nanovllm.runner.part import Launcher, Part, Rank, Step
 from nanovllm.runner.request_state import RequestState
 from nanovllm.sampling.feature import Arrays, Tensors
 
-MAX_PATCHES = 65536  # that the tower takes at once, unless one image has more: 1 to 3 GiB of activations
+MAX_PATCHES = 65536  # patches per call of the tower, unless one image has more: 1 to 3 GiB of activations
 UNKNOWN = np.iinfo(np.int32).min  # a shift on the device after an interrupted step
 
 
@@ -50,9 +50,9 @@ class VisionPart(Part):
         self._shifts_on_host = np.zeros(rank.config.max_num_seqs + 1, np.int32)
         self._first_row = rank.config.model_config.max_position_embeddings - rank.config.max_num_batched_tokens
         self._axes = torch.from_numpy(vision.axes()).to(rank.device) if vision.section else None
-        self._features: torch.Tensor | None = None  # of the batch that is launched
-        self._blocks: list[Block] = []  # of it, whose tokens attend each other both ways
-        self._cut: dict[bytes, torch.Tensor] = {}  # features of an image whose last tokens come with the next chunk
+        self._features: torch.Tensor | None = None  # features of the images in the batch being launched
+        self._blocks: list[Block] = []  # its images, whose tokens attend to each other both ways
+        self._cut: dict[bytes, torch.Tensor] = {}  # features of an image whose last tokens are in the next chunk
         self.launchers: tuple[Launcher, ...] = (VisionLauncher(state.block_tables, self),)
 
     @classmethod
@@ -151,7 +151,7 @@ class VisionPart(Part):
         if "rope_rows" in tensors:
             self._write_rope_rows(model, tensors["image_positions"].view(3, -1))
             context = replace(context, rope_rows=tensors["rope_rows"])
-        if self._features is None:  # of this chunk all is text
+        if self._features is None:  # this chunk is all text
             return model(input_ids, context)
         with replaced(model, tensors["image_rows"].long(), self._features), attending_both_ways(model, self._blocks):
             return model(input_ids, context)
@@ -268,7 +268,7 @@ def replaced(model: CausalLM, rows: torch.Tensor, features: torch.Tensor) -> Ite
     of_embedding, *of_layers = features.split(model.config.hidden_size, dim=-1)
 
     def add(values: torch.Tensor, module: Any, args: Any, residual: Any) -> None:
-        # of SplitKPartials the sum is still to come, and the order of additions is free
+        # SplitKPartials are yet to be summed, and the order of additions is free
         getattr(residual, "residual", residual).index_add_(0, rows, values)
 
     def put(module: Any, args: Any, embeddings: torch.Tensor) -> torch.Tensor:

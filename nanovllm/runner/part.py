@@ -34,10 +34,10 @@ class Rank:
     config: Config
     tp: TPGroup
     device: torch.device
-    dtype: torch.dtype  # to compute in
-    kv_dtype: torch.dtype  # of the KV cache
+    dtype: torch.dtype  # dtype of computations
+    kv_dtype: torch.dtype  # dtype of the KV cache
     backend: AttentionBackend
-    ops: SimpleNamespace  # kernels, or on a CPU their references
+    ops: SimpleNamespace  # kernels, or their references on a CPU
 
     @property
     def use_graphs(self) -> bool:

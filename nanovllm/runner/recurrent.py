@@ -25,9 +25,9 @@ from nanovllm.runner.prefill_graphs import aligned, pad
 from nanovllm.runner.request_state import RequestState
 from nanovllm.sampling.feature import Arrays, Tensors
 
-MAX_SHARE = 0.5  # of the memory that weights leave, for the rows of request slots
-SNAPSHOT_SHARE = 0.1  # of the KV cache's memory, for snapshots
-ROWS_AT_ONCE = 2  # copied through a buffer: 100 MiB for a model of 9 B parameters
+MAX_SHARE = 0.5  # share of the memory that weights leave, for the rows of request slots
+SNAPSHOT_SHARE = 0.1  # share of the KV cache's memory, for snapshots
+ROWS_AT_ONCE = 2  # rows copied through a buffer: 100 MiB for a model of 9 B parameters
 
 
 class RecurrentStates(Part):

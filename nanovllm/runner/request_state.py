@@ -68,7 +68,7 @@ class RequestState:
 
     def reset(self) -> None:
         """Forget the device's batch: an interrupted step may have reached it, or not."""
-        self._batch_req_indices = np.full(self.max_num_seqs, -1, np.int32)  # as on the device; -1 unknown
+        self._batch_req_indices = np.full(self.max_num_seqs, -1, np.int32)  # the same as on the device; -1: unknown
 
     def add(self, new: NewSequences, rows: np.ndarray, arrays: Arrays) -> None:
         """Host: sequences have got request slots. ``rows`` [n]: structured, of type ``row``, the sampling columns

@@ -26,7 +26,7 @@ FORMATS = {
     "JPEG": (20, 0), "PNG": (15, 3.4), "WEBP": (60, 5), "GIF": (10, 2), "BMP": (0, 1), "TIFF": (15, 3), "PPM": (0, 1),
     "JPEG2000": (150, 13), "AVIF": (100, 5.5),
 }  # fmt: skip
-LOCKS = [Lock() for _ in range(64)]  # chosen by id(): two threads must not read one PIL image, which opens its file late
+LOCKS = [Lock() for _ in range(64)]  # by id(): two threads must not read one PIL image, which opens its file late
 
 
 def open_image(source: Any) -> Any:

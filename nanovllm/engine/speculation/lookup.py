@@ -28,7 +28,7 @@ MAX_MATCH = 32  # most equal tokens that are counted
 MAX_CHAIN = 16  # most places that a search examines
 MAX_KEPT_TOKENS = 1 << 18  # tokens kept from other texts
 PRIOR_COST = 1.2  # cost of a verify step in plain steps, until it is measured
-MARGIN = 1.05  # expected tokens per unit of time that a verify step needs, relative to plain steps
+MARGIN = 1.05  # required tokens per unit of time, relative to plain steps
 HASH_FACTOR, HASH_MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1  # 2**64 / golden ratio: Fibonacci hashing
 FEW = 32  # up to this many tokens are indexed one by one
 SEPARATOR = -1  # separates two texts; it is no token
@@ -145,8 +145,8 @@ class Lookup:
         self.needed = options.prompt_lookup_min  # equal tokens that a draft needs
         self.max_length = min(VERIFY_ROWS[0] - 1, options.num_speculative_tokens)  # most tokens of a draft
         self.rate = 0.6  # recent share of drafted tokens that were accepted
-        # Where the tokens before ``size`` were found: a text, the place after them, and the number of equal tokens. While the
-        # next tokens continue that text, nothing is looked up and nothing needs to be indexed.
+        # Where the tokens before ``size`` were found: a text, the place after them, and how many are equal. While that
+        # text continues like this one, nothing is looked up and nothing needs to be indexed.
         self.size, self.source, self.place, self.match = 0, chains.text, 0, 0
         self.awaits = False  # whether the step in flight is for the token at ``place``
 
@@ -192,7 +192,7 @@ class Speculator:
         self._seconds = dict[tuple[int, int], float]()  # time of a step by the number of sequences and the rows of each
         self._last_step = 0.0  # perf_counter
         self.num_drafts = self.num_draft_tokens = 0
-        self.num_accepted = [0] * (VERIFY_ROWS[-1] - 1)  # drafts whose token at each place was right
+        self.num_accepted = [0] * (VERIFY_ROWS[-1] - 1)  # drafts that were right at each place
         self.clear()
 
     def clear(self) -> None:
@@ -201,7 +201,7 @@ class Speculator:
         self._kept: KeptTexts | None = None
         if self._options.method == "suffix":
             self._kept = KeptTexts(self._options.prompt_lookup_max, self._options.suffix_decoding_max_cached_requests)
-        self.is_verifying = False  # whether the launch whose tokens are not yet processed verifies
+        self.is_verifying = False  # whether the launch in flight verifies drafts
 
     def counters(self) -> dict[str, Any]:
         """Drafts that were verified, their tokens, and how many of these were right; also by their place."""
@@ -273,7 +273,7 @@ class Speculator:
         """A sequence gives up its request slot, where its tokens were."""
         self._lookups.pop(seq.seq_id, None)
         if self._kept is not None and seq.finish_reason is not None:
-            # the tokens that the prefix cache had are most likely in the texts already
+            # the prompt tokens that the prefix cache had are most likely in the texts already
             self._kept.add(seq.tokens(max(0, seq.num_cached_tokens - MAX_MATCH), seq.num_tokens))
 
     # ---------------------------------------------------------------- gain
@@ -297,7 +297,7 @@ class Speculator:
         seconds, self._last_step = now - self._last_step, now
         if is_decode and num_seqs <= MAX_VERIFIED_SEQS:
             key = size_class(num_seqs), num_rows
-            # The first times may include a pause or the loading of a kernel; run one after the other, its rows take no longer.
+            # The first time may include a pause or a kernel's loading, so it is capped at a plain step for each row.
             most = 1.05 * self._seconds.get(key, num_rows * self._seconds.get((key[0], 1), seconds))
             self._seconds[key] = min(seconds, most)
 

@@ -35,7 +35,7 @@ class SpeculativeScheduler(Scheduler):
     def clear(self) -> None:
         super().clear()
         self.speculator.clear()
-        self._waits_for_tokens = False  # whether the next step waits for the tokens in flight, to verify drafts after them
+        self._waits_for_tokens = False  # whether to wait for the tokens in flight, to verify drafts after them
         self._extended: list[int] = []  # batch positions of sequences whose drafts in flight have further blocks
 
     def schedule(self) -> Batch | None:
