@@ -54,7 +54,7 @@ class RequestError(NanoVLLMError, ValueError):
 def as_request_error(error: BaseException, which: str = "") -> RequestError:
     """Return the error of one request, whatever its type, as RequestError. ``which``: begins its text.
 
-    Interrupts, and errors of the engine behind the request, are raised again: they are not of this request alone.
+    Interrupts, and errors of the engine itself, are raised again: they concern more than this request.
     """
     if isinstance(error, RequestError):
         return RequestError(f"{which}{error}") if which else error

@@ -15,7 +15,7 @@ FinishReason = Literal["stop", "length", "error"]
 
 @dataclass
 class Logprob:
-    """Of one token at one position.
+    """The log-probability of one token at one position.
 
     Attributes:
         logprob: natural logarithm of its probability.
@@ -126,7 +126,7 @@ class CompletionOutput:
 
 @dataclass
 class Score:
-    """Of the tokens that ``LLM.score`` was given, from ``start`` on.
+    """Log-probabilities of the tokens given to ``LLM.score``, from ``start`` on.
 
     Attributes:
         logprobs: natural logarithm of the probability of each.

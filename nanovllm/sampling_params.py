@@ -240,11 +240,11 @@ class SamplingParams(Parameters):
         structured_outputs: a constraint on the text; see ``StructuredOutputsParams``. A JSON schema allows whitespace
             wherever JSON does (a line break and 20 blanks each time), which many models fill until ``max_tokens``;
             ``disable_any_whitespace`` allows none.
-        logprob_token_ids: at most 128 ids, whose log-probabilities are reported beside that of each token, in place of
+        logprob_token_ids: at most 128 ids, whose log-probabilities are reported with that of each token, in place of
             the most probable ones and without ranks; ``logprobs`` is None then, or their number.
         thinking_token_budget: limit on the tokens of thoughts, those of a thought that the prompt leaves open included.
             Then the tokens of ``LLM(reasoning_end_str=...)`` follow, whatever else is asked for. 0 closes a thought at
-            once; None or -1 is no limit. With it, structured outputs begin behind the thoughts.
+            once; None or -1 is no limit. With it, structured outputs begin after the thoughts.
         repetition_detection: end the completion where its last tokens are one pattern several times in a row, once
             it has ``min_tokens`` (stop_reason "repetition_detected"); a ``RepetitionDetectionParams``, or a dict of its
             fields.

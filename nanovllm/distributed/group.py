@@ -79,7 +79,7 @@ class TPGroup:
         return cls(rank, size, dist.ProcessGroupGloo(store("gloo"), rank, size, options))
 
     def join(self, wait_until: Callable[[Callable[[], bool]], None] | None = None) -> None:
-        """Wait for all ranks: a barrier, behind which nobody needs the directory any more.
+        """Wait for all ranks: a barrier, after which nobody needs the directory.
 
         For the communicator before it by ``wait_until(condition)``, if that is given.
         """

@@ -1,7 +1,7 @@
 """The lock of the engine's public methods, and the clean-up after an error or Ctrl-C in one of them.
 
-What makes, runs or aborts requests passes it, so that the code behind it need not know of threads, interrupts or the
-garbage collector. Any thread may abandon requests, and a finalizer may in the middle of a step: its end aborts them.
+Every public method that makes, runs or aborts requests holds it, so other code knows nothing of threads, interrupts or
+garbage collection. Any thread, or a finalizer during a step, may abandon requests: the step's end aborts them.
 """
 
 import functools
@@ -57,7 +57,7 @@ def release(engine: Any) -> None:
 
 
 def all_or_nothing(method: F) -> F:
-    """For a method of an engine that an error or an interrupt may leave half done: all requests are dropped then."""
+    """Decorate a method that an error or an interrupt may leave half done: it then drops all requests."""
 
     @functools.wraps(method)
     def guarded(engine: Any, *args: Any) -> Any:

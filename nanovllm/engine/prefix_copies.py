@@ -46,7 +46,7 @@ class CopyingBlockManager(BlockManager):
         return self._hash_of(seq, i - 1) if i else NO_PARENT, beginning.tobytes()
 
     def find_beginning(self, seq: Sequence, num_blocks: int) -> tuple[int, int] | None:
-        """Find the block with the longest common beginning behind the first ``num_blocks`` blocks, and its length.
+        """Find the block with the longest common beginning after the first ``num_blocks`` blocks, and its length.
         """
         first = num_blocks * self.block_size
         wanted = seq.tokens(first, min(first + self.block_size, seq.max_cached_tokens))

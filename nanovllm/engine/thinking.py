@@ -24,7 +24,7 @@ class Marks(NamedTuple):
 
     Attributes:
         start: opens a thought.
-        end: written when the budget is spent; a phrase may come before the mark, and text behind it.
+        end: written when the budget is spent; a phrase may come before the mark, and text after it.
         ends: any of these, written by the model, closes a thought: the mark alone, and the same as ``end``.
     """
 
@@ -108,7 +108,7 @@ class Thinking:
 
 
 def behind_last(ids: Ids, tokens: np.ndarray) -> int:
-    """The place behind the last occurrence of ``ids`` in ``tokens``, int [n]; 0 if there is none."""
+    """The place after the last occurrence of ``ids`` in ``tokens``, int [n]; 0 if there is none."""
     num_places = max(0, len(tokens) - len(ids) + 1)
     found = np.logical_and.reduce([tokens[i : i + num_places] == token_id for i, token_id in enumerate(ids)])
     return int(np.flatnonzero(found)[-1]) + len(ids) if found.any() else 0

@@ -43,8 +43,8 @@ class TokenProcessor:
 
     Attributes:
         stop_text: the text, once a stop string has ended it.
-        grammar, bad_words, thinking: what it may sample next, where that depends on its tokens. Beside a budget of
-            thinking, the grammar begins behind the thoughts.
+        grammar, bad_words, thinking: what it may sample next, where that depends on its tokens. With a budget of
+            thinking, the grammar begins after the thoughts.
     """
 
     def __init__(self, seq: Sequence, stop: StopStrings | None, texts: Texts | None = None,
@@ -282,7 +282,7 @@ class TokenProcessors:
 
     @cached_property
     def _boundaries(self) -> np.ndarray:
-        """Special tokens besides the marks' own: behind a prompt's last one no user's text can open a thought."""
+        """Special tokens besides the marks' own: after a prompt's last one, no user text can open a thought."""
         tokenizer, (start, _, ends) = self._required("thinking_token_budget"), self._marks
         return np.array([*{*special_tokens(tokenizer, len(tokenizer)).values()}.difference(start, *ends)], np.int32)
 

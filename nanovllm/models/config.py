@@ -49,7 +49,7 @@ class LayerConfig:
     packed: tuple[tuple[str, PackedInts], ...] = ()  # keys of ``linears``, or parts that differ, which become 16 bits
 
     def for_length(self, max_model_len: int) -> "LayerConfig":
-        """For requests of at most ``max_model_len`` tokens: a window that holds them all is none."""
+        """Adapt to requests of at most ``max_model_len`` tokens: a window that holds them all is dropped."""
         window = self.window if self.window < max_model_len else 0
         return replace(self, window=window, rope=self.rope and self.rope.for_length(max_model_len))
 
@@ -104,11 +104,11 @@ class ModelConfig:
 
     @property
     def ropes(self) -> tuple[RopeScaling | None, ...]:
-        """Of the attention layers; None: not rotated."""
+        """Rotary settings of the attention layers; None: not rotated."""
         return tuple(layer.rope for layer in self.layers if layer.mixer == "attention")
 
     def for_length(self, max_model_len: int) -> "ModelConfig":
-        """For requests of at most ``max_model_len`` tokens."""
+        """Adapt the layers to requests of at most ``max_model_len`` tokens."""
         return replace(self, layers=tuple(layer.for_length(max_model_len) for layer in self.layers))
 
     def quantized(self) -> "ModelConfig":
@@ -128,7 +128,7 @@ class ModelConfig:
         return self if self.quant_method else replace(self, layers=layers, fp8=0)
 
     def precision(self, layer: LayerConfig, name: str) -> int | PackedInts | None:
-        """Of a linear layer of a decoder layer: ``fp8``, or 4-bit integers; None: 16 bits."""
+        """How a decoder layer's linear layer is stored: ``fp8``, or 4-bit integers; None: 16 bits."""
         packed = dict(layer.packed).get(name)
         return packed if packed and packed.bits == 4 else self.fp8 if name in layer.fp8_linears else None
 
@@ -150,7 +150,7 @@ class ModelConfig:
         return "|".join(unused + [r"(.*\.)?lm_head\.weight"] * has_no_lm_head)
 
     def one_layer_of_each_kind(self) -> "ModelConfig":
-        """The last layer, which takes another path in prefill, behind one of each kind that runs other kernels."""
+        """One layer of each kind that runs other kernels, then the last layer, which takes another path in prefill."""
         *others, last = self.layers
         kinds: dict[LayerConfig, LayerConfig] = {}
         for layer in others:
@@ -158,7 +158,7 @@ class ModelConfig:
         return replace(self, layers=(*kinds.values(), last))
 
     def check_padded_heads(self, padded: int) -> None:
-        """Raise ConfigError unless heads with zeros behind them, ``padded`` in size, give the model's numbers."""
+        """Raise ConfigError unless heads padded with zeros to size ``padded`` give the model's numbers."""
         if padded == self.head_dim:
             return
         what = f"the model's heads of {self.head_dim} are padded with zeros to {padded} for the GPU's kernels, and"

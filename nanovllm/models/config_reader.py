@@ -109,7 +109,7 @@ DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": DEFAULT_MAX_POSITIO
 
 
 def read_model_config(model_path: str) -> ModelConfig:
-    """Read ``config.json`` of a directory, and ModelOpt's older file beside it."""
+    """Read ``config.json`` of a directory, and ModelOpt's older file next to it."""
     raw, modelopt = read_json(Path(model_path, "config.json")), Path(model_path, "hf_quant_config.json")
     if modelopt.is_file() and not raw.get("quantization_config"):
         given = check(str(modelopt), "quantization", read_json(modelopt).get("quantization"), OBJECT, CheckpointError)

@@ -98,7 +98,7 @@ class GatedDeltaNet(nn.Module):
         self.states: GatedDeltaStates | None = None
 
     def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of a row of the convolution's ring, and of the delta states."""
+        """Shapes of a row in the convolution's ring, and of the delta states."""
         channels, W = self.conv_weight.shape
         _, num_value_heads, key_dim, value_dim = self.weights.sizes
         return (W, channels), (num_value_heads, value_dim, key_dim)

@@ -41,12 +41,12 @@ class WeightFiller:
     An FP8 weight is filled by FP8 data and its scale, or by a 16-bit tensor, which is quantized and counts as both.
 
     Args:
-        extra: modules that the checkpoint has beside the decoder, with their names there: its vision tower. Without
+        extra: modules that the checkpoint has besides the decoder, with their names there: its vision tower. Without
             them their tensors are passed over.
         quantizes: False: a 16-bit tensor for an FP8 weight is an error.
         adapter: directory of a PEFT adapter, which is merged into the tensors.
         base: directory of the checkpoint that the tensors of a merge are from.
-        only: checkpoint tensors to fill beside the adapter's, by their names here; None: all.
+        only: checkpoint tensors to fill besides the adapter's, by their names here; None: all.
     """
 
     def __init__(self, model: Any, extra: Collection[nn.Module] = (), quantizes: bool = True,

@@ -97,7 +97,7 @@ Layers = list[tuple[tuple[str, PackedInts], ...]]
 def read_packed(
     quantization: dict[str, Any], family: Family, num_layers: int, num_experts: int, files: Sequence[Path]
 ) -> Layers:
-    """Of each decoder layer: its packed modules. A merged layer stands for its parts where they are alike.
+    """The packed modules of each decoder layer. A merged layer replaces its parts if they are alike.
 
     ``files``: of the weights. They tell which layers the checkpoint itself has merged; without them it has the parts.
     """
@@ -128,7 +128,7 @@ def read_packed(
 
 
 def scheme_of(layer: tuple[tuple[str, PackedInts], ...], module: str) -> PackedInts | None:
-    """Of a module of a decoder layer by its name in there: its own, or that of the layer it is merged into."""
+    """The scheme of a decoder layer's module, by its name there: its own, or that of the layer it is merged into."""
     if not layer:
         return None
     schemes = dict(layer)
@@ -141,7 +141,7 @@ def merged_name(module: str) -> str:
 
 
 def matches(regexes: dict[str, str], family: Family, names: list[str]) -> dict[str, str]:
-    """Of ``names`` that one of the regular expressions matches: the first that does, as it was given."""
+    """Map each of ``names`` that a regular expression matches to the first such expression, as it was given."""
     spelled = {spelling: name for name in names for spelling in spellings(name, family.renamed)}
     try:
         found = first_matches(regexes, list(spelled))

@@ -16,7 +16,7 @@ from nanovllm.utils.patterns import first_matches
 
 MAX_EXPERTS = 200_000  # limit for all layers: a damaged number must not fill the memory with names
 BLOCK = 128  # published blocks are 128 x 128
-EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of all experts -> of an expert
+EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # all experts -> one expert
 RENAMED_TENSORS = (("_scale_inv", "_scale"),)  # (in the checkpoint, here); both multiply
 # Tensors of quantized checkpoints that are not needed. Products take x in 16 bits or with per-token scales, so static
 # scales of x are unused; attention computes in 16 bits, so scales of queries and probabilities are unused.
@@ -189,7 +189,7 @@ def _read_group(raw: dict[str, Any]) -> str:
 
 
 def spellings(name: str, renamed: tuple[tuple[str, str], ...]) -> list[str]:
-    """The names that a module may have in a checkpoint, also where a vision tower stands beside the decoder."""
+    """The names that a module may have in a checkpoint, also if it has a vision tower besides the decoder."""
     prefixes = [old for old, new in renamed if not new]
     found = [f"{name}.", *(f"{prefix}{name}." for prefix in prefixes)]  # the renamed part may be the last one
     found += [f"model.{prefix}{name.removeprefix('model.')}." for prefix in prefixes]

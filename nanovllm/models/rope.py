@@ -129,7 +129,7 @@ class RopeScaling:
                 )
 
     def for_length(self, max_model_len: int) -> "RopeScaling":
-        """For requests of at most ``max_model_len`` tokens: as in vLLM, one of longrope's lists serves them all."""
+        """Adapt to requests of at most ``max_model_len`` tokens: as in vLLM, all use the same list of longrope."""
         is_long = max_model_len > self.original_max_position
         beta = self.llama_4_scaling_beta if is_long else 0.0
         return replace(self, is_long=self.kind == "longrope" and is_long, llama_4_scaling_beta=beta)

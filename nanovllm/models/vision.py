@@ -95,7 +95,7 @@ class VisionConfig(NamedTuple):
 
     @classmethod
     def of(cls, config: "Config") -> "VisionConfig | None":
-        """Of an engine's checkpoint; None where that has no tower that is supported, or the user wants none."""
+        """The vision settings of an engine's checkpoint; None without a supported tower, or if the user wants none."""
         if config.language_model_only or (vision := cls.read(config.model_path, config.load_format == "dummy")) is None:
             return None
         model, section = config.model_config, vision.section
@@ -154,7 +154,7 @@ class VisionConfig(NamedTuple):
 
     @property
     def processor_options(self) -> dict[str, Any]:
-        """Options of the image processor beside the checkpoint's own."""
+        """Options of the image processor besides the checkpoint's own."""
         return {"patch_size": self.patch_size * self.merge_size} if self.family.marks else {}
 
     def grid(self, pixels: Mapping[str, Any]) -> np.ndarray:
@@ -174,7 +174,7 @@ class VisionConfig(NamedTuple):
         return np.array([1, rows, columns])
 
     def num_tokens(self, grid: np.ndarray) -> int:
-        """Of an image with ``grid`` (frames, rows, columns) of patches."""
+        """Tokens of an image with ``grid`` (frames, rows, columns) of patches."""
         return int(grid.prod()) // self.merge_size**2
 
     def layout(self, grid: np.ndarray, marks: list[int]) -> np.ndarray:

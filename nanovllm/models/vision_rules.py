@@ -1,6 +1,6 @@
 """Checks the numbers that a vision tower divides by or builds layers from, before transformers sees them.
 
-Owns the rules of ``vision_config`` and of the projector's fields beside it. Knows the names in transformers' classes of
+Owns the rules of ``vision_config`` and the projector's fields next to it. Knows the names in transformers' classes of
 configuration, and none of their code. Imports neither torch nor transformers.
 """
 

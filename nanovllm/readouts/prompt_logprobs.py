@@ -43,7 +43,7 @@ class PromptLogprobs(Readout):
 
     Args:
         token_ids: int32 [n], the tokens after positions first, ..., first + n - 1.
-        num_top: most probable alternatives reported beside each; -1: all.
+        num_top: most probable alternatives reported with each; -1: all.
         before: ids of tokens before these, where a character of several tokens may begin.
 
     Attributes:

@@ -29,7 +29,7 @@ Group = tuple[np.ndarray, int]  # batch positions of the members, and how many t
 
 
 def find_groups(tables: np.ndarray, block_size: int) -> list[Group]:
-    """The groups of a batch. ``tables`` int32 [B, max_blocks]: block tables, -1 behind the full blocks."""
+    """The groups of a batch. ``tables`` int32 [B, max_blocks]: block tables, -1 after the full blocks."""
     groups, num_saved = _divide(tables, block_size, np.arange(len(tables)), 0, MAX_BRANCHINGS)
     return groups if num_saved >= MIN_SAVED_TOKENS else []
 

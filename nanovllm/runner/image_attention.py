@@ -37,7 +37,7 @@ def blocks_of(batch: PrefillBatch, rows: np.ndarray, positions: np.ndarray) -> l
 class BlockAttention:
     """A backend's attention, causal but for blocks: their tokens attend all of the block, too.
 
-    A window leaves out keys before a token, and none behind it.
+    A window leaves out keys before a token, and none after it.
     """
 
     def __init__(self, backend: AttentionBackend, blocks: list[Block]):

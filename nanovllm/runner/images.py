@@ -1,6 +1,6 @@
 """Images on one rank: the tower, the features of a prefill, and rotary positions in three dimensions.
 
-A prefill with images replaces the embeddings of their tokens by features, and adds further ones behind the first
+A prefill with images replaces the embeddings of their tokens by features, and adds further ones after the first
 layers, by hooks that are there during this launch alone. Rank 0 has the tower; a sum over ranks takes the features to
 the others. Three-dimensional positions of image tokens get rows of their own at the end of the tables of RoPE. A text
 behind images has plain positions with a shift, which its decode steps add, too.
@@ -125,7 +125,7 @@ class VisionPart(Part):
 
     @property
     def _most_tokens(self) -> int:
-        """Of images that the tower takes at once."""
+        """Most image tokens that the tower takes at once."""
         config, num_patches = self._rank.config, MAX_PATCHES // (4 if self._vision.family.has_mask else 1)
         return min(num_patches // self._vision.merge_size**2, max(config.max_num_batched_tokens, config.max_model_len))
 
@@ -157,7 +157,7 @@ class VisionPart(Part):
             return model(input_ids, context)
 
     def _write_rope_rows(self, model: CausalLM, positions: torch.Tensor) -> None:
-        """Put cosines and sines of image tokens with these positions, [3, n], behind the others."""
+        """Put cosines and sines of image tokens with these positions, [3, n], after the others."""
         config, stop = self._rank.config.model_config, self._first_row + positions.shape[1]
         if not positions.numel():
             return
@@ -177,7 +177,7 @@ class VisionPart(Part):
     # ---------------------------------------------------------------- memory
 
     def reserved_bytes(self, model: CausalLM) -> int:
-        """Of the tower on as many patches as it takes at once, and of the features of a launch."""
+        """Bytes for the tower on the most patches that it takes at once, and for the features of a launch."""
         if self._rank.device.type == "cpu":
             return 0
         config = self._rank.config
@@ -212,7 +212,7 @@ class VisionLauncher(PrefillLauncher):
 
 
 class ShiftedInputs(DecodeInputs):
-    """Inputs of decode steps with the rotary positions of texts behind images."""
+    """Inputs of decode steps with the rotary positions of texts after images."""
 
     def __init__(self, inputs: DecodeInputs, shifts: torch.Tensor):
         vars(self).update(vars(inputs))
@@ -264,7 +264,7 @@ def groups(rows: list[ImageRows], max_tokens: int) -> Iterator[list[ImageRows]]:
 
 @contextmanager
 def replaced(model: CausalLM, rows: torch.Tensor, features: torch.Tensor) -> Iterator[None]:
-    """Within, the embeddings of tokens ``rows`` are features, [n, C], and further ones are added behind layers."""
+    """Within, the embeddings of tokens ``rows`` are features, [n, C], and further ones are added after layers."""
     of_embedding, *of_layers = features.split(model.config.hidden_size, dim=-1)
 
     def add(values: torch.Tensor, module: Any, args: Any, residual: Any) -> None:

@@ -36,7 +36,7 @@ def block_bytes(model: nn.Module, block_size: int, dtype: torch.dtype) -> int:
 
 
 def cache_bytes(config: Config, device: torch.device, bytes_per_block: int, reserved_bytes: int) -> int:
-    """Compute the bytes for the KV cache beside weights and ``reserved_bytes`` of activations; may be negative."""
+    """Compute the bytes for the KV cache next to weights and ``reserved_bytes`` of activations; may be negative."""
     if device.type == "cpu":
         blocks_of_one_seq = -(-config.max_model_len // config.kvcache_block_size)
         return max(CPU_KV_CACHE_BYTES, blocks_of_one_seq * bytes_per_block)

@@ -42,7 +42,7 @@ class PrefillSizes(NamedTuple):
     """Captured sizes, ascending. None at all: every prefill is launched kernel by kernel.
 
     Attributes:
-        sizes: tokens, and the sequences that they may belong to; a multiple of 4, which aligns the arrays behind.
+        sizes: tokens, and the sequences that they may belong to; a multiple of 4, which aligns the next arrays.
         padding_req_idx: the padding request slot.
     """
 
@@ -100,7 +100,7 @@ def most_seqs(size: int, config: Config) -> int:
 
 
 def aligned(length: int) -> int:
-    """Of an array of int32 behind which another one begins at a multiple of 16 bytes."""
+    """Length of an int32 array after which the next one begins at a multiple of 16 bytes."""
     return -(-length // 4) * 4
 
 
@@ -138,7 +138,7 @@ def as_padded_prefill(arrays: Arrays, size: int, num_seqs: int, padding_req_idx:
 
 
 class PrefillGraphs(Launcher):
-    """Prefills that fit a captured size. Their arrays lie one behind the other from a fixed address on.
+    """Prefills that fit a captured size. Their arrays are contiguous from a fixed address on.
 
     Args:
         sizes: of the graphs.

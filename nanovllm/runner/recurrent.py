@@ -127,7 +127,7 @@ class RecurrentStates(Part):
         return dict(zip(CHUNK_ARRAYS, lengths, strict=True))
 
     def pad(self, arrays: Arrays, num_tokens: int, num_seqs: int) -> bool:
-        """Empty sequences and chunks behind the others."""
+        """Append empty sequences and chunks."""
         values = [arrays[name] for name in CHUNK_ARRAYS]
         if len(values[5]) > most_chunks(num_tokens, num_seqs):
             return False

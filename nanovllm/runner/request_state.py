@@ -24,7 +24,7 @@ class RequestState:
         device: of the buffer.
         columns: name -> numpy dtype of the sampling columns. A row has its last token, its length, these columns, and
             its block table.
-        num_more: D, rows behind the padding slot, see drafts.py.
+        num_more: D, rows after the padding slot, see drafts.py.
 
     Attributes:
         batch_req_indices: int32 [R], batch position -> request slot; the padding slot beyond the batch.

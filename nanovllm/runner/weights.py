@@ -178,7 +178,7 @@ class Weights:
 
     @torch.inference_mode()
     def settle(self) -> None:
-        """Every rank: forget what the old weights have computed, pack the new ones, and measure the scales of an FP8 KV
+        """Every rank: forget results of the old weights, pack the new ones, and measure the scales of an FP8 KV
         cache, which is empty now.
         """
         runner = self._runner

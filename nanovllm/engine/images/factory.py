@@ -25,14 +25,14 @@ def has_keys(prompt: Any) -> bool:
 
 
 def data_of(data: Any) -> dict[str, Any]:
-    """The ``multi_modal_data`` of a prompt by modality, without those that are null or empty."""
+    """The ``multi_modal_data`` of a prompt by modality, without null or empty entries."""
     if not isinstance(data, (Mapping, type(None))):
         raise RequestError(f'multi_modal_data must be a dictionary such as {{"image": ...}}, not {data!r:.100}.')
     return {modality: given for modality, given in (data or {}).items() if not is_empty(given)}
 
 
 def options_of(kwargs: Any) -> dict[str, Any]:
-    """``mm_processor_kwargs`` without those that are null or change no image."""
+    """``mm_processor_kwargs`` without options that are null or change no image."""
     if not isinstance(kwargs, (Mapping, type(None))):
         raise RequestError(f"mm_processor_kwargs must be a dictionary, not {kwargs!r:.100}.")
     return {name: value for name, value in (kwargs or {}).items() if value is not None and name not in NEUTRAL}

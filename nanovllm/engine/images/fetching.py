@@ -48,7 +48,7 @@ def fetch(url: str, domains: tuple[str, ...], max_bytes: int) -> bytes:
 
 
 def shown(name: str) -> str:
-    """A path or URL for an error, quoted; of a URL neither the credentials nor what follows the path."""
+    """A quoted path or URL for an error text; a URL loses its credentials and everything after its path."""
     if re.match(r"[a-z][a-z0-9+.-]+:/", name, re.I):  # a single letter is a Windows drive
         name = re.sub(r"[\s'\"]", lambda match: urllib.parse.quote(match[0]), re.split("[?#]", name)[0])
     return f"{without_secrets(name)!r:.200}"

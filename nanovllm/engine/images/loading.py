@@ -43,7 +43,7 @@ EXECUTORS: "weakref.WeakSet[ThreadPoolExecutor]" = weakref.WeakSet()  # executor
 
 
 def _end() -> None:
-    """Let the interpreter's end wait for images that are being decoded, not for a host nor for those in the queue."""
+    """Let the interpreter's end wait for images being decoded, but not for hosts or queued images."""
     end_all()
     for threads in list(EXECUTORS):
         threads.shutdown(wait=False, cancel_futures=True)

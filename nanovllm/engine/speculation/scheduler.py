@@ -88,7 +88,7 @@ class SpeculativeScheduler(Scheduler):
     def steps(self, batch: Batch, result: Any, one_by_one: bool) -> list[tuple[Batch, Any]]:
         """Split a verify step into plain ones: one by one if a token may end a sequence, else all at once.
 
-        Tokens behind the end of a sequence are surplus.
+        Tokens after the end of a sequence are surplus.
         """
         if not isinstance(batch, VerifyBatch):
             self.speculator.took_in(len(batch.req_indices), 1, batch.is_decode)
@@ -111,7 +111,7 @@ class SpeculativeScheduler(Scheduler):
         return [(batch.part(*part), part_of(result, *part)) for part in parts]
 
     def _trim(self, seq: Sequence, num_computed: int) -> None:
-        """Take back the blocks behind the first ``num_computed`` tokens: their draft was wrong."""
+        """Take back the blocks after the first ``num_computed`` tokens: their draft was wrong."""
         manager = self.block_manager
         for _ in range(len(seq.block_table) - -(-num_computed // self.block_size)):
             block_id = seq.block_table.pop()

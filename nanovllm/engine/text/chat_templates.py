@@ -70,7 +70,7 @@ def takes_parts(source: str) -> bool:
 
 
 def with_contents(messages: ListLike[dict[str, Any]], are_parts: bool, placeholder: str) -> list[dict[str, Any]]:
-    """Messages whose contents have the form that a template takes; those of the caller are not changed.
+    """Copies of messages whose contents have the form that a template takes; the caller's are not changed.
 
     Args:
         are_parts: give a content as a list of parts, else as a string.

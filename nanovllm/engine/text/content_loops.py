@@ -59,7 +59,7 @@ class Reader:
             getattr(self, f"_visit_{type(node).__name__}", self._visit_any)(node)
 
     def _visit_within(self, scope: dict[str, Value], statements: Iterable[nodes.Node]) -> dict[str, Value]:
-        """Visit statements in a scope of their own; returns it with what they assign."""
+        """Visit statements in a scope of their own; returns the scope with their assignments."""
         self._scopes.append(scope)
         self.visit(statements)
         return self._scopes.pop()

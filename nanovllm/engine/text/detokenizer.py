@@ -36,13 +36,13 @@ def decode(tokenizer: Any, token_ids: list[int], skip_special_tokens: bool = Tru
 
 
 def decode_completion(tokenizer: Any, token_ids: list[int], *flags: bool) -> str:
-    """Decode all ids to the text that ``IncrementalDetokenizer`` gives piece by piece: it stands behind a prompt's."""
+    """Decode all ids to the text that ``IncrementalDetokenizer`` gives piece by piece; it follows a prompt's text."""
     space = _special_ids(tokenizer, len(tokenizer))[2]
     return decode(tokenizer, space + token_ids if space else token_ids, *flags)
 
 
 def backend_of(tokenizer: Any) -> Any:
-    """The tokenizer of the tokenizers library behind it; None if it is written in Python."""
+    """The tokenizers library's tokenizer that it wraps; None if it is written in Python."""
     return getattr(tokenizer, "backend_tokenizer", None)
 
 
@@ -145,7 +145,7 @@ def _special_ids(tokenizer: Any, num_tokens: int) -> tuple[frozenset[int], froze
 
     A run of byte tokens becomes text as a whole: one bad byte makes replacement characters of all, so its text is
     certain only after its end. Decoders of Llama 2's kind strip a text's first space, which encoding prepends. A
-    completion begins no text: behind a space to strip, it keeps its own.
+    completion begins no text: after a space to strip, it keeps its own.
     """
     backend = backend_of(tokenizer)
     if backend is None:

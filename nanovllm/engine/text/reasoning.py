@@ -26,7 +26,7 @@ class ReasoningMarks(NamedTuple):
 
     @classmethod
     def alone(cls, start: str | None, end: str | None) -> "ReasoningMarks":
-        """From the options of an engine, whose end may have a phrase before the mark, and text behind it.
+        """From the options of an engine, whose end may have a phrase before the mark, and text after it.
 
         The mark that belongs to ``start`` is that of a published pair, or ``start`` with a slash (``</think>``), or
         else the last text in the brackets that ``start`` has.
@@ -83,7 +83,7 @@ class ReasoningFinder:
     def _begins(self, prompt_ids: np.ndarray) -> str:
         """Whether a completion of the prompt begins "inside" the thinking, "after" it, or ("") elsewhere.
 
-        A template may open the block, or close an empty one, behind its last special token.
+        A template may open the block, or close an empty one, after its last special token.
         """
         kinds = self._kinds.take(prompt_ids, mode="clip")
         first = int(np.flatnonzero(kinds == BOUNDARY).max(initial=-1)) + 1
@@ -111,7 +111,7 @@ class ReasoningFinder:
             prompt_ids: integers [num_prompt_tokens].
             text: of ``token_ids``, or its beginning.
             flags: of the text, ``skip_special_tokens`` and ``spaces_between_special_tokens``.
-            must_open: only prompt and beginning of the text open a block, as where a grammar begins behind it.
+            must_open: only the prompt or the beginning of the text opens a block, as when a grammar follows it.
         """
         (start, behind_start), (end, behind_end) = self._marks_in(text, token_ids, *flags)
         begins = self._begins(prompt_ids)

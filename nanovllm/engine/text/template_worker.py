@@ -308,7 +308,7 @@ def _reply(replies: BinaryIO, is_text: bool, is_last: bool, text: str) -> None:
 
 
 def _limit_time(seconds: float) -> None:
-    """End this process after so many seconds, whatever runs in it; 0 takes the limit back."""
+    """End this process after ``seconds``, whatever runs in it; 0 removes the limit."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM ends the process, without Python
     elif seconds:
@@ -318,7 +318,7 @@ def _limit_time(seconds: float) -> None:
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Make allocations beyond so many bytes fail, where the system can."""
+    """Make allocations beyond ``num_bytes`` fail, if the system supports it."""
     if sys.platform == "linux":
         import resource
 
