@@ -202,7 +202,7 @@ class Config:
     tokenizer_path: str = field(init=False)
     lora_path: str | None = field(init=False)
     model_config: ModelConfig = field(init=False)
-    speculates: bool = field(init=False)  # with these options, a model of this kind
+    speculates: bool = field(init=False)  # whether these options and this kind of model allow speculation
 
     @classmethod
     def from_options(cls, model: str | None, options: dict[str, Any]) -> "Config":
@@ -235,7 +235,7 @@ class Config:
             )
         if self.speculative_config is not None:
             vars(self).update(speculative_config=SpeculativeConfig.of(self.speculative_config))
-        # a default of the two fits itself to the other
+        # if one of the two is a default, it adapts to the other
         if "max_num_seqs" in unset:
             vars(self).update(max_num_seqs=min(self.max_num_seqs, self.max_num_batched_tokens))
         elif "max_num_batched_tokens" in unset:
@@ -257,7 +257,7 @@ class Config:
         model_config.check_tensor_parallel(self.tensor_parallel_size)
         if self.quantization == "fp8":
             model_config = model_config.quantized()
-        speculates = (  # states of recurrent layers cannot be taken back; each row of a mixture needs other experts
+        speculates = (  # recurrent states cannot be rolled back; in a mixture each row needs different experts
             self.speculative_config is not None and model_config.has_lm_head and model_config.gated_delta is None
             and (model_config.moe is None or not self.speculative_config.adaptive)
         )  # fmt: skip

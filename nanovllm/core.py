@@ -61,10 +61,10 @@ class Sequence:
         self.min_tokens_stop_ids = min_tokens_stop_ids
         self.block_size = block_size
         self.num_prompt_tokens = len(prompt_token_ids)
-        self.num_cached_tokens = 0  # at its first admission
-        self.num_computed_tokens = 0  # of the tokens known at admission; decoding does not move it
+        self.num_cached_tokens = 0  # tokens found in the prefix cache at its first admission
+        self.num_computed_tokens = 0  # computed tokens among those known at admission; decoding does not change it
         self.block_table: list[int] = []
-        self.block_hashes: list[int] = []  # of its leading full blocks, computed on demand
+        self.block_hashes: list[int] = []  # hashes of its leading full blocks, computed on demand
         self.num_registered_blocks = 0  # leading blocks that the prefix cache knows
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -74,7 +74,7 @@ class Sequence:
         self.allowed_mask: np.ndarray | None = None
         self.req_idx = -1
         self._table: Any = None  # the scheduler's ``SequenceTable``
-        self._token_ids = np.array(prompt_token_ids, np.int32)  # while it has no request slot
+        self._token_ids = np.array(prompt_token_ids, np.int32)  # its tokens while it has no request slot
 
     def attach(self, table: Any, req_idx: int) -> None:
         self._table, self.req_idx, self._token_ids = table, req_idx, np.empty(0, np.int32)
@@ -152,11 +152,11 @@ class NewSequences:
     num_tokens: np.ndarray  # int32 [n], known now
     num_prompt_tokens: np.ndarray  # int32 [n]
     num_blocks: np.ndarray  # int32 [n]
-    block_ids: np.ndarray  # int32 [num_blocks.sum()], their block tables one after the other
+    block_ids: np.ndarray  # int32 [num_blocks.sum()], their block tables, concatenated
     seeds: np.ndarray  # uint64 [n]
     params: list[SamplingParams]
-    is_constrained: list[bool]  # what it may sample depends on its tokens
-    has_processors: list[bool]  # functions of the user's change its logits
+    is_constrained: list[bool]  # whether its tokens decide which token it may sample next
+    has_processors: list[bool]  # whether functions of the user change its logits
     min_tokens_stop_ids: list[tuple[int, ...]]
     allowed_masks: list[np.ndarray | None]
     histories: list[np.ndarray | None]  # token ids int32 [num_tokens], where penalties count them
@@ -206,7 +206,7 @@ class Chunk(NamedTuple):
 class Moves:
     """Copies within the KV cache that go with a prefill. A cache kind that moves more has a subclass."""
 
-    block_copies: np.ndarray  # int32 [n, 2], blocks to copy from and to after the forward pass, for forked completions
+    block_copies: np.ndarray  # int32 [n, 2], (from, to) blocks; copied after the forward pass for forked completions
 
 
 @dataclass(frozen=True)
@@ -218,18 +218,18 @@ class PrefillBatch:
     """
 
     is_decode: ClassVar[bool] = False
-    num_rows: ClassVar[int] = 1  # of logits for each sampled request
-    req_indices: np.ndarray  # int32 [N] of the sampled ones
+    num_rows: ClassVar[int] = 1  # rows of logits for each sampled request
+    req_indices: np.ndarray  # int32 [N], the sampled requests
     seq_ids: np.ndarray  # int64 [N]
     sampled_from: np.ndarray  # int32 [N], in [0, S)
-    chunk_req_indices: np.ndarray  # int32 [S] of the computed ones
+    chunk_req_indices: np.ndarray  # int32 [S], the computed sequences
     starts: np.ndarray  # int32 [S]
     stops: np.ndarray  # int32 [S]
     token_ids: np.ndarray  # int32 [sum(stops - starts)], packed
-    new: NewSequences  # admitted by this batch
+    new: NewSequences  # sequences admitted by this batch
     moves: Moves
     readouts: tuple[ReadoutBatch, ...] = ()
-    attachments: tuple[tuple[int, Any], ...] = ()  # places in [0, S), and the parts of their attachments
+    attachments: tuple[tuple[int, Any], ...] = ()  # pairs of a place in [0, S) and a part of the attachment there
     seqs: ListLike[Sequence] = ()  # [S]; on the host only
 
     def __getstate__(self) -> dict[str, Any]:
@@ -250,7 +250,7 @@ class PrefillBatch:
     def of(cls, chunks: ListLike[Chunk], new: ListLike[Sequence],
            take_moves: Callable[[list[Sequence]], Moves]) -> "PrefillBatch":
         """From at least one chunk. ``take_moves``: the moves of these sequences, given in the order of the batch."""
-        chunks = sorted(chunks, key=lambda chunk: not chunk.is_read)  # stable: each kind in its order
+        chunks = sorted(chunks, key=lambda chunk: not chunk.is_read)  # stable: keeps the order within each kind
         sampled = [(seq, i) for i, chunk in enumerate(chunks) for seq in chunk.sampled]
         seqs = [chunk.seq for chunk in chunks]
         return cls(
@@ -289,11 +289,11 @@ class DecodeBatch:
     """Compute the last token of every sequence and sample the next; a subclass may compute several rows of each."""
 
     is_decode: ClassVar[bool] = True
-    num_rows: ClassVar[int] = 1  # computed of each sequence
+    num_rows: ClassVar[int] = 1  # rows computed for each sequence
     readouts: ClassVar[tuple[ReadoutBatch, ...]] = ()
     req_indices: np.ndarray  # int32 [B]
     seq_ids: np.ndarray  # int64 [B]
-    lengths: np.ndarray  # int32 [B], tokens before this step samples one; the contexts it attends
+    lengths: np.ndarray  # int32 [B], tokens known before this step samples one; also the lengths of the contexts
     new_blocks: np.ndarray  # int32 [n, 3]: a request slot, the end of its block table, the block put there
 
     @property

@@ -5,8 +5,8 @@ Their texts give the value, the values allowed and the remedy. ``assert`` is for
 
 import re
 
-MAX_TEXT = 2000  # characters of an error; it may repeat a value of any length
-HEAD, TAIL = 1400, 500  # of a longer one, which keep the value's name and the remedy
+MAX_TEXT = 2000  # longest text of an error, in characters; it may repeat a value of any length
+HEAD, TAIL = 1400, 500  # characters kept of a longer one: the value's name, and the remedy
 # A URL in any text: the scheme; credentials, or a password that was cut before its "@"; host and path; query and
 # fragment, up to a white space and the marks that close a quotation before it.
 URL = re.compile(
@@ -54,13 +54,13 @@ class RequestError(NanoVLLMError, ValueError):
 def as_request_error(error: BaseException, which: str = "") -> RequestError:
     """Return the error of one request, whatever its type, as RequestError. ``which``: begins its text.
 
-    Interrupts, and errors of the engine behind the request, are raised again: they are not of this request alone.
+    Interrupts, and errors of the engine itself, are raised again: they concern more than this request.
     """
     if isinstance(error, RequestError):
         return RequestError(f"{which}{error}") if which else error
     if isinstance(error, (NanoVLLMError, KeyboardInterrupt, SystemExit, GeneratorExit)):
         raise error
-    refused = RequestError(  # of any other class: a panic of tokenizers is not even an Exception
+    refused = RequestError(  # any other class, even a panic of tokenizers, which is no Exception
         f"{which}this request fails with {type(error).__name__}: {error!s:.500}. Check the values of its prompt, "
         "parameters and chat template."
     )

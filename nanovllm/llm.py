@@ -32,7 +32,7 @@ class LLM(
     Pooling,
     WeightVerbs,
 ):
-    __doc__ = f"{LLMEngine.__doc__}\n    {Config.__doc__}"  # for ``help``: the options, too
+    __doc__ = f"{LLMEngine.__doc__}\n    {Config.__doc__}"  # ``help`` shows the options, too
 
     def beam_search(self, prompts: Prompt | ListLike[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """Search the most probable completions with a beam; see ``BeamSearchParams``."""

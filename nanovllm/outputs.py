@@ -15,7 +15,7 @@ FinishReason = Literal["stop", "length", "error"]
 
 @dataclass
 class Logprob:
-    """Of one token at one position.
+    """The log-probability of one token at one position.
 
     Attributes:
         logprob: natural logarithm of its probability.
@@ -31,7 +31,7 @@ class Logprob:
     token_bytes: bytes | None = field(default=None, repr=False, compare=False)  # vLLM's has no such field
 
 
-LogprobsAt = dict[int, Logprob]  # of one position: token id -> Logprob; the token itself first, then the most probable
+LogprobsAt = dict[int, Logprob]  # at one position: token id -> Logprob; the token itself first, then the most probable
 
 
 class Deferred:
@@ -99,7 +99,7 @@ class CompletionOutput:
     reasoning_block: InitVar["Callable[[str, list[int]], ReasoningBlock | None] | ReasoningBlock | None"] = None
 
     def __post_init__(self, reasoning_block: Any) -> None:
-        self._block = reasoning_block  # or a function of text and token ids, for the first who asks
+        self._block = reasoning_block  # or a function of text and token ids, called on first use
 
     def _reasoning_block(self) -> ReasoningBlock | None:
         if self._block is not None and not isinstance(self._block, ReasoningBlock):
@@ -126,7 +126,7 @@ class CompletionOutput:
 
 @dataclass
 class Score:
-    """Of the tokens that ``LLM.score`` was given, from ``start`` on.
+    """Log-probabilities of the tokens given to ``LLM.score``, from ``start`` on.
 
     Attributes:
         logprobs: natural logarithm of the probability of each.
@@ -239,7 +239,7 @@ class RequestOutput(dict):
         self.prompt, self.prompt_token_ids, self.prompt_logprobs = prompt, prompt_token_ids, prompt_logprobs
         self.num_cached_tokens, self.metrics, self.lora_request = num_cached_tokens, None, None
 
-    def __getattr__(self, name: str) -> Any:  # where it is no attribute
+    def __getattr__(self, name: str) -> Any:  # only called for missing attributes
         is_of_completion = name in (*CompletionOutput.__dataclass_fields__, "reasoning", "content")
         hint = f"; its first completion has: output.outputs[0].{name}" if is_of_completion else ""
         raise AttributeError(f"a RequestOutput has no attribute {name!r}{hint}.")
@@ -249,5 +249,5 @@ class RequestOutput(dict):
     __hash__ = object.__hash__  # type: ignore[assignment]
 
     def __getstate__(self) -> dict[str, Any]:
-        _ = self.prompt_token_ids, self.prompt_logprobs  # functions are not for pickling
+        _ = self.prompt_token_ids, self.prompt_logprobs  # functions cannot be pickled
         return vars(self)

@@ -96,7 +96,7 @@ PROCESSORS = Rule(
 )
 
 
-INSTEAD = {  # of names that vLLM once had
+INSTEAD = {  # names that vLLM once had -> names here
     "best_of": "n", "use_beam_search": "LLM.beam_search", "length_penalty": "LLM.beam_search",
     "guided_decoding": "structured_outputs",
     **{f"guided_{kind}": f"structured_outputs=StructuredOutputsParams({kind}=...)"
@@ -240,11 +240,11 @@ class SamplingParams(Parameters):
         structured_outputs: a constraint on the text; see ``StructuredOutputsParams``. A JSON schema allows whitespace
             wherever JSON does (a line break and 20 blanks each time), which many models fill until ``max_tokens``;
             ``disable_any_whitespace`` allows none.
-        logprob_token_ids: at most 128 ids, whose log-probabilities are reported beside that of each token, in place of
+        logprob_token_ids: at most 128 ids, whose log-probabilities are reported with that of each token, in place of
             the most probable ones and without ranks; ``logprobs`` is None then, or their number.
         thinking_token_budget: limit on the tokens of thoughts, those of a thought that the prompt leaves open included.
             Then the tokens of ``LLM(reasoning_end_str=...)`` follow, whatever else is asked for. 0 closes a thought at
-            once; None or -1 is no limit. With it, structured outputs begin behind the thoughts.
+            once; None or -1 is no limit. With it, structured outputs begin after the thoughts.
         repetition_detection: end the completion where its last tokens are one pattern several times in a row, once
             it has ``min_tokens`` (stop_reason "repetition_detected"); a ``RepetitionDetectionParams``, or a dict of its
             fields.
@@ -294,7 +294,7 @@ class SamplingParams(Parameters):
 
     def verify(self) -> None:
         """Check and normalise every value."""
-        for name in compress(DEFAULTS, map(is_not, VALUES_OF(self), DEFAULTS.values())):  # the loop in C
+        for name in compress(DEFAULTS, map(is_not, VALUES_OF(self), DEFAULTS.values())):  # the loop runs in C
             setattr(self, name, check("SamplingParams", name, getattr(self, name), RULES[name], RequestError))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
@@ -360,7 +360,7 @@ class SamplingParams(Parameters):
         return self.temperature < MIN_TEMPERATURE
 
 
-# of further parameters that the host looks at
+# values of further parameters that the host examines
 LOOKED_AT = attrgetter("allowed_token_ids", "thinking_token_budget", "logprobs", "logprob_token_ids")
 UNSET = (None,) * 4
 RULES = rules_of(SamplingParams)

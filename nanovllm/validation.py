@@ -40,7 +40,7 @@ def has_feature(module: str) -> bool:
     """Whether this copy of the library has a module, given by its name in ``nanovllm``."""
     try:
         spec = find_spec(f"nanovllm.{module}")
-    except ModuleNotFoundError:  # the folder it would lie in
+    except ModuleNotFoundError:  # its parent package is missing
         return False
     return spec is not None and spec.origin is not None  # no origin: a folder without code
 

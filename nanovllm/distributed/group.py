@@ -31,7 +31,7 @@ class TPGroup:
     size: int = 1
     backend: Any = field(default=None, repr=False, compare=False)  # ProcessGroupNCCL or ProcessGroupGloo
     peers: PeerMemory | None = field(default=None, repr=False, compare=False)
-    # NCCL's: done once its ranks are connected, half a second after ``connect``
+    # done once NCCL's ranks are connected, half a second after ``connect``
     communicator: "Future[None] | None" = field(default=None, repr=False, compare=False)
     # whether launches only compile their kernels; then collectives do nothing
     is_compiling: Callable[[], bool] = field(default=lambda: False, repr=False, compare=False)
@@ -62,7 +62,7 @@ class TPGroup:
             finally:
                 for name in disabled:
                     del os.environ[name]
-            # It would be set up, and never used. Set here: NCCL reads variables on its thread.
+            # Multicast would be set up and never used. Set before NCCL's thread starts, which reads the environment.
             os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
             def create_communicator() -> None:
@@ -79,7 +79,7 @@ class TPGroup:
         return cls(rank, size, dist.ProcessGroupGloo(store("gloo"), rank, size, options))
 
     def join(self, wait_until: Callable[[Callable[[], bool]], None] | None = None) -> None:
-        """Wait for all ranks: a barrier, behind which nobody needs the directory any more.
+        """Wait for all ranks: a barrier, after which nobody needs the directory.
 
         For the communicator before it by ``wait_until(condition)``, if that is given.
         """
@@ -116,7 +116,7 @@ class TPGroup:
 
     def _run_collective(self, collective: Callable, options: Any, *tensors: Any) -> None:
         """Run on the current stream: a stream of NCCL's own would cost two event waits."""
-        if self.is_compiling():  # nothing else runs either
+        if self.is_compiling():  # nothing else runs while compiling
             return
         if self.communicator is not None:
             self.communicator.result()
@@ -143,13 +143,13 @@ class TPGroup:
         """Let collectives that wait for a dead rank return, with any result. From any thread."""
         if self.peers is not None:
             self.peers.abort()
-            # NCCL's kernels queued behind must start before their communicator goes away. On a thread, because NCCL
-            # must be aborted even where the driver blocks.
+            # NCCL's kernels queued after these must start before their communicator goes away. This waits on a thread,
+            # because NCCL must be aborted even if the driver blocks.
             waiting = threading.Thread(target=self.drain, args=(1.0,), daemon=True)
             waiting.start()
             waiting.join(1.5)
         if self.communicator is not None:
-            wait([self.communicator], 1.0)  # one that is not there yet would not be aborted
+            wait([self.communicator], 1.0)  # a communicator that does not exist yet could not be aborted
             self.backend.abort()
 
     def close(self) -> None:

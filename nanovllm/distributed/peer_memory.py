@@ -15,10 +15,10 @@ from torch._C import _distributed_c10d as c10d
 
 logger = logging.getLogger(__name__)
 
-# Measured with benchmarks/all_reduce.py (gathers were not). Ranks -> bytes of a launch, a multiple of 4 * BLOCK. Two
-# ranks sum more in several launches, still faster than NCCL; more ranks were slower beyond, with an older kernel.
+# Ranks -> bytes per launch, a multiple of 4 * BLOCK, measured for sums only (benchmarks/all_reduce.py). Two ranks take
+# several launches for larger sums, still faster than NCCL; more ranks were slower beyond it, with an older kernel.
 MAX_BYTES = {2: 16 << 20, 4: 2 << 20, 8: 256 << 10}
-BLOCK, NUM_WARPS = 256, 4  # 32-bit words and warps of a program
+BLOCK, NUM_WARPS = 256, 4  # 32-bit words and warps per program
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -30,7 +30,7 @@ class PeerMemory:
 
         self._push, self._name, self._rank, self._size = push, name, rank, size
         self._store = store = RenumberedStore(store)
-        self._process_group = dist.ProcessGroup(store, rank, size)  # by its name the rendezvous finds the store
+        self._process_group = dist.ProcessGroup(store, rank, size)  # the rendezvous finds the store by its name
         self._process_group._set_group_name(name)
         c10d._register_process_group(name, self._process_group)
         self._max_bytes, self._block, self._num_warps = MAX_BYTES[size], BLOCK, NUM_WARPS

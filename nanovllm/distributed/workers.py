@@ -43,7 +43,7 @@ START_METHOD = "spawn"  # a fork would inherit CUDA, and locks that nobody relea
 HEARTBEAT_S = 0.5
 SILENCE_LIMIT_S = 30.0  # without a heartbeat; one import can hold the GIL for long on a cold disk
 UP_TIMEOUT_S = 120.0  # from spawn until torch is imported and the device opened
-STEP_TIMEOUT_S = 900.0  # of one step or one collective, and from spawn until ready
+STEP_TIMEOUT_S = 900.0  # limit of one step or one collective, and of the time from spawn until ready
 EXIT_TIMEOUT_S = 5.0  # from dismissal to SIGKILL
 MAIN_MODULE_LOCK = threading.Lock()
 
@@ -58,18 +58,18 @@ class Workers:
 
     def __init__(self, size: int, target: Callable[..., None], *args: Any):
         self.failure: WorkerError | None = None  # the error that ended the workers, set by the watch thread
-        self.processes: dict[int, Any] = {}  # by rank
-        self.tp: TPGroup | None = None  # rank 0's, once connected
+        self.processes: dict[int, Any] = {}  # worker processes by rank
+        self.tp: TPGroup | None = None  # rank 0's group, once connected
         self.rank, self._size, self._target, self._args = 0, size, target, args
         self._owner = os.getpid()
-        self._busy = False  # collective work was begun and not completed
+        self._busy = False  # whether collective work was begun and not completed
         self._context: Any = multiprocessing.get_context(START_METHOD)
         self._memory = self._context.RawArray(ctypes.c_char, Channel.NUM_BYTES)
         self._channel = Channel(self._memory, 0, size)
         self._directory = os.path.join(tempfile.gettempdir(), f"nanovllm-{os.urandom(8).hex()}")
         self._pipes: dict[int, connection.Connection] = {}
-        self._reports: dict[str, dict[int, Any]] = defaultdict(dict)  # by kind and rank, see ``Worker.report``
-        self._grace_s: float | None = None  # from the end until the workers are killed; 0 if nobody told them to leave
+        self._reports: dict[str, dict[int, Any]] = defaultdict(dict)  # reports by kind and rank, see ``Worker.report``
+        self._grace_s: float | None = None  # seconds until the workers are killed; 0 if nobody told them to leave
         self._thread = threading.Thread(target=self._watch, name="nanovllm-workers", daemon=True)
         self._thread.start()
 
@@ -228,7 +228,7 @@ class Workers:
 
     def _read_pipes(self) -> None:
         for rank, pipe in self._pipes.items():
-            with suppress(EOFError, OSError):  # the process has ended, as its sentinel will tell
+            with suppress(EOFError, OSError):  # the process has ended, which its sentinel will report
                 while pipe.poll():
                     kind, detail = pipe.recv()
                     self._reports[kind][rank] = detail

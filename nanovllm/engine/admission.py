@@ -15,14 +15,14 @@ from nanovllm.core import Sequence, SequenceStatus
 if TYPE_CHECKING:
     from nanovllm.engine.scheduler import Scheduler
 
-MAX_WAIT_STEPS = 64  # decode steps that a free request slot waits for others
-# Running sequences from which on more of them make a step longer by as much as they give. With fewer they share the
-# reading of the weights, which is worth being preempted and recomputed.
+MAX_WAIT_STEPS = 64  # decode steps for which a free request slot waits for others
+# With this many running sequences, each further one makes a step longer by as much as it gains. Fewer share the
+# reading of the weights, so adding one pays even if it is preempted and recomputed.
 MANY_SEQS = 128
 NUM_COHORTS = 8
-MAX_SEQS = 512  # in cohorts. Beyond, a step takes longer by as much as more of them give (8B in FP8 on an H100)
-MAX_STEPS = 0.9  # with cohorts, of those without: a step with more sequences is longer
-MAX_LOOKED_AT = 1024  # waiting sequences
+MAX_SEQS = 512  # limit with cohorts. More sequences lengthen a step by as much as they gain (8B in FP8 on an H100)
+MAX_STEPS = 0.9  # cohorts may take at most this share of the steps needed without them: their steps are longer
+MAX_LOOKED_AT = 1024  # waiting sequences that are examined
 NUM_INTERVALS = 16
 NOBODY = (-1, 0)
 
@@ -30,11 +30,11 @@ NOBODY = (-1, 0)
 class Admission:
     def __init__(self, scheduler: "Scheduler"):
         self._scheduler, self._table, self._running = scheduler, scheduler.table, scheduler.running
-        self.missed_tokens = 0  # of free request slots, in the decode steps since the last prefill
+        self.missed_tokens = 0  # tokens that free request slots missed in the decode steps since the last prefill
         self.num_expected = 0  # sequences of the call that begins; they are queued a window at a time
         self._cohorts: Cohorts | None = None
-        self._needs: Needs | None = None  # of those that run and are admitted; None where few run
-        self._asked = NOBODY  # since the last prefill: the last sequence that was to enter, and the free request slots
+        self._needs: Needs | None = None  # needs of the running and admitted sequences; None while few run
+        self._asked = NOBODY  # last sequence considered since a prefill, and the free request slots then
 
     def waits(self) -> bool:
         """Whether to leave the few free request slots empty for now, because more sequences wait than they can take.
@@ -100,8 +100,8 @@ class Cohorts(NamedTuple):
     """
 
     size: int  # sequences
-    growth: int  # tokens that each generates
-    first: Sequence  # of the first cohort
+    growth: int  # tokens that each one generates
+    first: Sequence  # first sequence of the first cohort
 
     def num_seats(self) -> int:
         """Sequences that may run by now: all, if the first one was aborted."""
@@ -123,7 +123,7 @@ def plan_cohorts(scheduler: "Scheduler", num_seqs: int) -> Cohorts | None:
         return None
     if len({seq.block(0).tobytes() for seq in seqs}) < len(seqs):
         return None
-    ages = tokens * np.arange(1, NUM_COHORTS + 1) // NUM_COHORTS + 1  # of the cohorts, at most, when one of them ends
+    ages = tokens * np.arange(1, NUM_COHORTS + 1) // NUM_COHORTS + 1  # at most, in tokens, when one cohort ends
     num_prompt_tokens, block_size = sum(seq.num_tokens for seq in seqs) // len(seqs), scheduler.block_size
     num_blocks, num_slots = scheduler.block_manager.num_available, len(scheduler.table.seq_id)
     size = num_blocks // int((-(-(num_prompt_tokens + ages) // block_size)).sum())
@@ -131,7 +131,7 @@ def plan_cohorts(scheduler: "Scheduler", num_seqs: int) -> Cohorts | None:
     if size * NUM_COHORTS < MANY_SEQS:
         return None
     num_at_once = min(num_blocks // -(-(num_prompt_tokens + tokens - 1) // block_size), num_slots)
-    num_periods = -(-num_seqs // size) + NUM_COHORTS - 1  # of tokens / NUM_COHORTS steps
+    num_periods = -(-num_seqs // size) + NUM_COHORTS - 1  # each lasts tokens / NUM_COHORTS steps
     saves_steps = num_periods < MAX_STEPS * NUM_COHORTS * -(-num_seqs // num_at_once)
     return Cohorts(size, tokens, seqs[0]) if saves_steps else None
 
@@ -148,14 +148,14 @@ class Needs:
         self._block_manager, self._size = scheduler.block_manager, scheduler.block_size
         self._max_model_len = table.tokens.shape[1]
         self._seats = cohorts.num_seats() - len(running) if cohorts else len(table.seq_id)
-        lengths = table.num_scheduled[running] - 1  # of which keys and values are stored
+        lengths = table.num_scheduled[running] - 1  # tokens whose keys and values are stored
         left = np.maximum(table.min_tokens[running] - 1 - lengths, 0)
         ends = np.unique(left)
         stride = len(ends) // NUM_INTERVALS + 1
         self._ends = np.append(ends[stride - 1 :: stride], self._max_model_len)
         self._begins = np.append(0, self._ends[:-1] + 1)
-        self._added: list[tuple[int, int]] = []  # lengths and steps left, not yet counted
-        self._blocks = np.zeros(len(self._ends), int)  # more than now
+        self._added: list[tuple[int, int]] = []  # (length, steps left) of added sequences that are not yet counted
+        self._blocks = np.zeros(len(self._ends), int)  # blocks needed beyond those held now
         self._count(lengths, left)
 
     def _count(self, lengths: np.ndarray, left: np.ndarray) -> None:
@@ -173,7 +173,7 @@ class Needs:
         length, left = seq.num_tokens, max(growth(seq, self._max_model_len) - 1, 0)  # the last token is never stored
         num_blocks = -(-length // self._size)
         self._added.append((length, left))
-        self._peak += -(-(length + left) // self._size) - num_blocks  # at most: others may have ended by then
+        self._peak += -(-(length + left) // self._size) - num_blocks  # an upper bound: others may have ended by then
         if num_blocks + self._peak > self._block_manager.num_available:
             self._count(*np.array(self._added).T)
             self._added.clear()

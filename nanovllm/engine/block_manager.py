@@ -40,11 +40,11 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.blocks = [Block(i) for i in range(num_blocks)]
-        # a stack: on the CPU the OS maps a page when it is first written, and most engines need few
+        # a stack: on the CPU the OS maps a page at its first write, and most engines need few blocks
         self.free_block_ids = list(range(num_blocks - 1, -1, -1))
         self.cached_block_ids: OrderedDict[int, None] = OrderedDict()
         self.hash_to_block_id: dict[int, int] = {}
-        self._copies: list[tuple[int, int]] = []  # of partly filled blocks, for forked completions
+        self._copies: list[tuple[int, int]] = []  # copies of partly filled blocks, for forked completions
 
     @staticmethod
     def compute_hash(token_ids: np.ndarray, parent: int = NO_PARENT) -> int:
@@ -134,7 +134,7 @@ class BlockManager:
         Blocks without a reference become cached, or free if they cannot be found.
         """
         self.register(seq, num_written)
-        # the last first, so that it is evicted first: more sequences share a prefix than its continuation
+        # the last block first, so that it is evicted first: more sequences share a prefix than its continuation
         for block_id in reversed(seq.block_table):
             block = self.blocks[block_id]
             block.ref_count -= 1
@@ -149,7 +149,7 @@ class BlockManager:
     def may_append(self, seq: Sequence, position: int) -> None:
         """Make room for the token at ``position``: a new block if the last one is full."""
         if position >= len(seq.block_table) * self.block_size:
-            self.register(seq, min(position, seq.num_tokens))  # the tokens behind are guesses
+            self.register(seq, min(position, seq.num_tokens))  # the tokens after it are guesses
             seq.block_table.append(self._pop_block())
 
     def register(self, seq: Sequence, num_computed: int) -> None:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from nanovllm.engine.request import Request
 
 T = TypeVar("T")
-WINDOW = 2  # times max_num_seqs: sequences of a call that wait or run; enough to keep every step full
-FIRST = 256  # sequences of a call that its first step waits for: making them takes 2 ms
+WINDOW = 2  # in units of max_num_seqs: sequences of a call that wait or run; enough to keep every step full
+FIRST = 256  # sequences that a call makes before its first step; making them takes 2 ms
 DROPPED = "these requests were dropped, because a step of this engine failed or was interrupted."
 
 
@@ -84,7 +84,7 @@ def run(engine: "LLMEngine", known: list["Request"],
         known.reverse()
         in_turn = (known.pop() for _ in range(len(known)))
         feed = chain((request for request in in_turn if request.request_id in caller.unfinished), more)
-        is_fed = False  # to its end
+        is_fed = False  # whether all its prompts are queued
         while True:
             with Guard(engine):
                 if not is_fed and room > caller.num_queued:
@@ -92,10 +92,10 @@ def run(engine: "LLMEngine", known: list["Request"],
                     if following:
                         engine._require_ready()
                         engine._queue(following, caller)
-                room = min(2 * room, window)  # while the device works on some, twice as many are made
+                room = min(2 * room, window)  # while the device works on one lot, the next is twice as large
                 if is_fed and not caller.unfinished and not caller.finished and not caller.is_dropped:
                     return
-                # finished already: one had nothing to compute
+                # no step if a request is finished already, because it had nothing to compute
                 num_tokens = 0 if caller.finished or caller.is_dropped else engine._advance()
             yield num_tokens, caller.take() if caller.finished or caller.is_dropped else []
     finally:
@@ -133,7 +133,7 @@ def collect(engine: "LLMEngine", requests: list["Request"], result: Callable[["R
                 results[first.index] = result(first)
     finally:
         if progress is not None:
-            progress.close()  # the user's bar may raise
+            progress.close()  # the user's progress bar may raise
     results |= {request.index: result(request) for request in finished}
     if len(results) < number:
         raise EngineError(f"{number - len(results)} of the {number} requests of this call were aborted.")

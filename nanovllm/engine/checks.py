@@ -38,14 +38,14 @@ class Checks:
     def __init__(self, config: Config, num_blocks: int, token_processors: TokenProcessors):
         self.config, self._num_blocks, self.token_processors = config, num_blocks, token_processors
         self._has_warned = False
-        self._copies: dict[Any, SamplingParams] = {}  # by the values of parameters
+        self._copies: dict[Any, SamplingParams] = {}  # checked copies by the values of their parameters
 
     def copy_of(self, params: Any) -> SamplingParams:
         """A checked copy of a user's parameters, which nobody else changes; equal parameters share one."""
         key = params.key() if isinstance(params, SamplingParams) else None
         if key not in self._copies:
             checked = self._checked_copy(params)
-            if not isinstance(key, tuple):  # an object's identity: another may have it later
+            if not isinstance(key, tuple):  # an object's identity, which another object may have later
                 return checked
             if len(self._copies) == MAX_COPIES:
                 self._copies.clear()

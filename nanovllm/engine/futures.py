@@ -27,7 +27,7 @@ class RequestFuture(Future[RequestOutput]):
         self.request_id = request.request_id
         self._request = request
         self._deltas: DeltaStream | None = None
-        self._engine = weakref.ref(engine)  # which holds this future
+        self._engine = weakref.ref(engine)  # weak, because the engine holds this future
 
     def result(self, timeout: float | None = None) -> RequestOutput:
         """The output; raises EngineError if the request was aborted, or dropped by a failed step.
@@ -85,7 +85,7 @@ class RequestFuture(Future[RequestOutput]):
             engine = self._engine()
             if engine is None:
                 raise EngineError("the engine of this request is gone.")
-            if not engine._lock.acquire(blocking=False):  # another thread steps it
+            if not engine._lock.acquire(blocking=False):  # another thread is stepping the engine
                 wait([self], min(POLL_S, end - monotonic()))
                 continue
             try:
@@ -100,7 +100,7 @@ class Submitted(Caller):
 
     def __init__(self) -> None:
         super().__init__()
-        self.futures: dict[int, RequestFuture] = {}  # by request id; who takes one out resolves it
+        self.futures: dict[int, RequestFuture] = {}  # by request id; whoever removes a future resolves it
 
     def between_steps(self, is_idle: bool) -> None:
         """Resolve the futures of finished requests whose text is there, in their order; when idle wait for the text."""
@@ -116,7 +116,7 @@ class Submitted(Caller):
             future.set_result(request.output())
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as failure:  # of the tokenizer, whose panics are no Exceptions
+        except BaseException as failure:  # a panic of the tokenizer is no Exception
             future.set_exception(failure)
 
     def refuse(self, request: Request, reason: str) -> None:

@@ -1,7 +1,7 @@
 """The lock of the engine's public methods, and the clean-up after an error or Ctrl-C in one of them.
 
-What makes, runs or aborts requests passes it, so that the code behind it need not know of threads, interrupts or the
-garbage collector. Any thread may abandon requests, and a finalizer may in the middle of a step: its end aborts them.
+Every public method that makes, runs or aborts requests holds it, so other code knows nothing of threads, interrupts or
+garbage collection. Any thread, or a finalizer during a step, may abandon requests: the step's end aborts them.
 """
 
 import functools
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from nanovllm.errors import EngineError
 
-NO_GC = 1 << 30  # a threshold that is never reached
+NO_GC = 1 << 30  # a threshold that no count reaches
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -34,12 +34,12 @@ class Guard:
         if self._engine is not None:
             self._engine._require_running()
             self._engine._token_processors.require_outside()
-            with self._engine._aborting:  # else another thread may have the lock to abort requests
+            with self._engine._aborting:  # another thread may hold the lock to abort requests
                 is_free = self._engine._lock.acquire(blocking=False)
             if not is_free:
                 raise EngineError("this engine is in use by another thread; give each thread an LLM of its own.")
         self._thresholds = gc.get_threshold()
-        if self._thresholds[2] != NO_GC:  # else an outer one, or another engine's thread, set it and will restore it
+        if self._thresholds[2] != NO_GC:  # else an outer guard or another engine's thread has set it and restores it
             gc.set_threshold(*self._thresholds[:2], NO_GC)
 
     def __exit__(self, *_: object) -> None:
@@ -57,7 +57,7 @@ def release(engine: Any) -> None:
 
 
 def all_or_nothing(method: F) -> F:
-    """For a method of an engine that an error or an interrupt may leave half done: all requests are dropped then."""
+    """Decorate a method that an error or an interrupt may leave half done: it then drops all requests."""
 
     @functools.wraps(method)
     def guarded(engine: Any, *args: Any) -> Any:
@@ -67,7 +67,7 @@ def all_or_nothing(method: F) -> F:
             return method(engine, *args)
         except BaseException as error:
             engine._drop_all()
-            if isinstance(error, Exception) and not engine._why_shut_down:  # by exit() in a signal handler, perhaps
+            if isinstance(error, Exception) and not engine._why_shut_down:  # perhaps exit() ran in a signal handler
                 engine._require_running()
             raise
         finally:

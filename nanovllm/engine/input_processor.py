@@ -21,7 +21,7 @@ from nanovllm.errors import RequestError
 from nanovllm.readouts import Readout
 from nanovllm.sampling_params import SamplingParams
 
-# Of a prompt: its text, if it has one, and what should be token ids; an Attachment, if it has more than these.
+# A prompt's text, if it has one, and its token ids, not yet checked; an Attachment if it has more than these.
 Encoded = tuple[str | None, Any]
 Params = SamplingParams | ListLike[SamplingParams] | None
 
@@ -81,7 +81,7 @@ class InputProcessor:
             RequestError: one can never be served, with its index, or the counts differ. No id was given away.
         """
         every = self.params_of(len(prompts), params)
-        copies: dict[int, SamplingParams] = {}  # by the identity of the user's
+        copies: dict[int, SamplingParams] = {}  # copies by the identity of the user's object
         checked = []
         for i, ((_, token_ids), given) in enumerate(zip(prompts, every, strict=True)):
             try:
@@ -93,7 +93,7 @@ class InputProcessor:
         try:
             self.checks.check_ids("", np.concatenate([np.empty(0, np.int64), *(ids for ids, _ in checked)]))
         except RequestError:
-            for i, (ids, _) in enumerate(checked):  # slower
+            for i, (ids, _) in enumerate(checked):  # the slower way
                 self.checks.check_ids(f"prompt {i}: token id", ids)
         return [
             self.request(text, ids, resolved, i, given=given)
@@ -132,7 +132,7 @@ class InputProcessor:
         if request.completions:
             return
         params, first_id, block_size = request.params, request.request_id, self.config.kvcache_block_size
-        holds_back = params.min_tokens and not params.is_constrained  # whose mask holds them back
+        holds_back = params.min_tokens and not params.is_constrained  # a constrained request's mask holds them back
         stop_ids = self._token_processors.min_tokens_stop_ids(params) if holds_back else ()
         ids = request.prompt_ids if request.attachment is None else request.attachment.token_ids
         seqs = [

@@ -55,11 +55,11 @@ class LLMEngine:
             tokenizer_source = config.tokenizer_path, config.skip_tokenizer_init, config.trust_remote_code
             self._tokenizer = AsyncTokenizer(*tokenizer_source)
             runner = self.model_runner = start_runner(config)
-            self.config = config = runner.config  # with as many sequences as have room
+            self.config = config = runner.config  # its max_num_seqs is what memory has room for
             # the runner holds no reference to the engine, so collecting the engine frees the runner's memory too
             self._finalizer = weakref.finalize(self, _shut_down, runner, self._tokenizer)
             try:
-                # the tokenizer's is the end-of-sequence token; others of the checkpoint are stop tokens
+                # the tokenizer's id is the end-of-sequence token; further ids of the checkpoint are stop tokens
                 eos_token_ids = self._tokenizer.eos_token_ids()
                 eos_token_ids += read_eos_token_ids(config.model_path, config.model_config.eos_token_ids)
                 from nanovllm.runner.device import translate_oom  # imports torch, as the runner has by now
@@ -69,7 +69,7 @@ class LLMEngine:
             except BaseException:
                 self._finalizer()
                 raise
-        gc.collect()  # full collections were off during the start; not in the first call
+        gc.collect()  # full collections were off during the start; one here spares the first call
 
     def _set_up(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -78,12 +78,12 @@ class LLMEngine:
         self._inputs = InputProcessor(self.config, num_blocks, self._tokenizer, self._token_processors)
         self._outputs = OutputProcessor(self._tokenizer, self._token_processors, scheduler.metrics)
         self._in_flight: deque[tuple[Batch, StepHandle]] = deque()  # steps whose tokens the host has not seen
-        self._added = Caller(detokenize=False)  # by add_request
-        self._callers: list[Caller] = []  # that want to be called between steps
-        self._lock = RLock()  # of the thread that uses the engine; see ``Guard``
-        self._aborting = RLock()  # of the thread that aborts abandoned requests
-        self._is_changing = False  # by a method that is ``all_or_nothing``
-        self._abandoned: deque[Request] = deque()  # to be aborted when no such method runs
+        self._added = Caller(detokenize=False)  # requests of ``add_request``
+        self._callers: list[Caller] = []  # callers that want to be called between steps
+        self._lock = RLock()  # held by the thread that uses the engine; see ``Guard``
+        self._aborting = RLock()  # held by the thread that aborts abandoned requests
+        self._is_changing = False  # whether an ``all_or_nothing`` method is running
+        self._abandoned: deque[Request] = deque()  # requests to abort once no such method runs
         self._owner = os.getpid()
         self._why_shut_down = ""
 
@@ -233,7 +233,7 @@ class LLMEngine:
 
     def _sample(self, batch: Batch) -> "StepHandle":
         """Launch the sampling. Ends sequences whose grammar or logits processors fail; their tokens are surplus."""
-        masks, process, failed = self._outputs.late_inputs(batch)  # depend on the tokens just taken in
+        masks, process, failed = self._outputs.late_inputs(batch)  # they depend on the tokens just processed
         handle = self.model_runner.sample(masks, process)
         if failed:
             self.scheduler.finish(failed)

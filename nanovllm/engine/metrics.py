@@ -14,7 +14,7 @@ from nanovllm.core import Sequence
 if TYPE_CHECKING:
     from nanovllm.engine.scheduler import Scheduler
 
-# of a finished request, in seconds: waiting for a place, until its first token, until its last, and all three
+# times of a finished request, in seconds: waiting for a place, to its first token, to its last, and all three
 TIMES = ("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
          "e2e_request_latency_seconds")  # fmt: skip
 
@@ -23,7 +23,7 @@ class Metrics:
     """The counters, which ``read`` explains."""
 
     def __init__(self) -> None:
-        self.generation_tokens = 0  # added to by the scheduler at every step
+        self.generation_tokens = 0  # the scheduler adds to it at every step
         self.prompt_tokens = self.prompt_tokens_cached = 0
         self.prefix_cache_queries = self.prefix_cache_hits = 0
         self.request_success = {"stop": 0, "length": 0, "abort": 0, "error": 0}
@@ -46,8 +46,8 @@ class Metrics:
         """A prefill of these has run."""
         now = perf_counter()
         for seq in seqs:
-            if seq.num_completion_tokens <= 1:  # else it had been preempted
-                seq.prefilled_at = now  # of a prompt in chunks the last one counts
+            if seq.num_completion_tokens <= 1:  # else it was preempted before
+                seq.prefilled_at = now  # for a chunked prompt, the last chunk counts
 
     def finished(self, seq: Sequence) -> None:
         """The request of this first sequence is complete."""

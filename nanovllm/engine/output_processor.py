@@ -41,8 +41,8 @@ class OutputProcessor:
         self._tokenizer, self._token_processors, self._metrics = tokenizer, token_processors, metrics or Metrics()
         self.unfinished: dict[str, Request] = {}
         self.num_not_queued = 0
-        self._requests: dict[int, Request] = {}  # by seq_id, while the sequence is unfinished
-        self._processors: dict[int, TokenProcessor] = {}  # the same, where every token is looked at
+        self._requests: dict[int, Request] = {}  # unfinished requests by seq_id
+        self._processors: dict[int, TokenProcessor] = {}  # the same for sequences whose every token is examined
 
     def register(self, request: Request, caller: Caller) -> None:
         """From now on the request is one of the engine's, and may be aborted."""

@@ -15,7 +15,7 @@ from nanovllm.core import Sequence, pairs
 from nanovllm.engine.block_manager import NO_PARENT, BlockManager
 from nanovllm.messages.prefix_copies import PrefixMoves
 
-MAX_TAILS = 16  # that can be found; the blocks of older ones are free, once their sequences have left
+MAX_TAILS = 16  # tails that can be found; older ones' blocks are free once their sequences have left
 
 
 class CopyingBlockManager(BlockManager):
@@ -31,13 +31,13 @@ class CopyingBlockManager(BlockManager):
     def __init__(self, num_blocks: int, block_size: int, min_copied_tokens: int):
         super().__init__(num_blocks, block_size)
         self.min_copied_tokens = min_copied_tokens
-        # those that may be copied, by the hash of the block before and their first ``min_copied_tokens`` tokens
+        # tails that may be copied, by the hash of the block before and their first ``min_copied_tokens`` tokens
         self.children: dict[tuple[int, bytes], list[int]] = {}
-        self.places: dict[int, tuple[int, bytes]] = {}  # block id -> its key of ``children``
-        self.tails: OrderedDict[int, None] = OrderedDict()  # of ``children``, least recently used first
+        self.places: dict[int, tuple[int, bytes]] = {}  # block id -> its key in ``children``
+        self.tails: OrderedDict[int, None] = OrderedDict()  # blocks in ``children``, least recently used first
         self._prefix_copies: list[tuple[int, int]] = []
-        self._computed: list[tuple[Sequence, int]] = []  # by the batch being made, up to which token
-        self._computed_before: list[tuple[Sequence, int]] = []  # by the last one: may be copied from now on
+        self._computed: list[tuple[Sequence, int]] = []  # (sequence, number of tokens) in the batch being made
+        self._computed_before: list[tuple[Sequence, int]] = []  # the same for the last batch: may be copied from now on
 
     def _place_of(self, seq: Sequence, i: int) -> tuple[int, bytes]:
         """The key of ``children`` for the sequence's block ``i``."""
@@ -46,7 +46,7 @@ class CopyingBlockManager(BlockManager):
         return self._hash_of(seq, i - 1) if i else NO_PARENT, beginning.tobytes()
 
     def find_beginning(self, seq: Sequence, num_blocks: int) -> tuple[int, int] | None:
-        """Find the block with the longest common beginning behind the first ``num_blocks`` blocks, and its length.
+        """Find the block with the longest common beginning after the first ``num_blocks`` blocks, and its length.
         """
         first = num_blocks * self.block_size
         wanted = seq.tokens(first, min(first + self.block_size, seq.max_cached_tokens))

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from tqdm import tqdm
 
 TERMINAL_INTERVAL_S = 0.1
-LOG_INTERVAL_S = 10.0  # a log file keeps every state of the bar
+LOG_INTERVAL_S = 10.0  # long, because a log file keeps every state of the bar
 
 
 class Progress:
@@ -21,10 +21,10 @@ class Progress:
         desc: the word before the bar.
     """
 
-    _is_first_step: ClassVar[bool] = True  # of the process: it allocates and initialises, and its time says nothing
+    _is_first_step: ClassVar[bool] = True  # the process's first step allocates and initialises: its time says nothing
 
     def __init__(self, num_requests: int, use_tqdm: bool | Callable[..., Any], desc: str = "Generating"):
-        is_off = getattr(sys.stderr, "closed", sys.stderr is None)  # of a service, or by 2>&-: tqdm writes there
+        is_off = getattr(sys.stderr, "closed", sys.stderr is None)  # closed in services, or by 2>&-; tqdm writes there
         in_terminal = not is_off and sys.stderr.isatty()
         self._interval_s = TERMINAL_INTERVAL_S if in_terminal or "ipykernel" in sys.modules else LOG_INTERVAL_S
         options = {"total": num_requests, "desc": desc, "dynamic_ncols": True}

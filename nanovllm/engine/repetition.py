@@ -7,7 +7,7 @@ import numpy as np
 
 from nanovllm.sampling_params import RepetitionDetectionParams, SamplingParams
 
-REPETITION_DETECTED = "repetition_detected"  # the stop_reason
+REPETITION_DETECTED = "repetition_detected"  # value of stop_reason
 
 
 class RepetitionDetector:
@@ -28,9 +28,9 @@ class RepetitionDetector:
         smallest = min(max(wanted.min_pattern_size, 1), max_tokens + 1)
         sizes = np.arange(smallest, min(wanted.max_pattern_size, max_tokens // wanted.min_count) + 1)
         self._runs, self._needed = np.zeros_like(sizes), sizes * min(wanted.min_count - 1, max_tokens)
-        self._last = np.full(sizes.max(initial=0), -1)  # the last tokens, the latest first
+        self._last = np.full(sizes.max(initial=0), -1)  # the last tokens, newest first
         self._before = self._last[smallest - 1 :]  # a view: for each p the token p places before the next
-        self._num_early = params.min_tokens  # tokens to come that end nothing
+        self._num_early = params.min_tokens  # tokens to come that cannot end the text
 
     def update(self, token_id: int) -> bool:
         """Take in the next token; returns whether the completion ends in a repetition now."""

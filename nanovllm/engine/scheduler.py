@@ -22,7 +22,7 @@ from nanovllm.engine.admission import Admission
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.metrics import Metrics
 
-NO_TOKEN = -1  # in place of a sampled id
+NO_TOKEN = -1  # marks a missing sampled id
 NO_TOKEN_REASON = (
     "no token could be sampled: every logit is NaN or -inf, or some are +inf. Either the weights hold NaN or overflow "
     "in this dtype, or the sampling parameters forbid every token, or a logits processor returns several +inf."
@@ -45,7 +45,7 @@ class SequenceTable:
         self.seq_id = np.full(max_num_seqs, -1, np.int64)
         self.num_tokens, self.num_scheduled, self.max_tokens, self.min_tokens = np.zeros((4, max_num_seqs), np.int32)
         self.tokens = np.zeros((max_num_seqs, max_model_len), np.int32)
-        self.free_req_indices = list(range(max_num_seqs - 1, -1, -1))  # the lowest is taken first
+        self.free_req_indices = list(range(max_num_seqs - 1, -1, -1))  # a stack: the lowest is taken first
 
     def add(self, seq: Sequence) -> None:
         """Move a waiting sequence's tokens into a free request slot."""
@@ -95,10 +95,10 @@ class Scheduler:
         self.table = SequenceTable(self._config.max_num_seqs, self._config.max_model_len)
         self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()
-        self.running_req_indices = np.empty(0, np.int32)  # the same order
+        self.running_req_indices = np.empty(0, np.int32)  # in the same order
         self.admission = Admission(self)
         self.num_in_flight = 0  # launches scheduled and not yet processed
-        # int [V + 1], sequences that an id may stop, NO_TOKEN is the last; a hit is then checked against its sequence
+        # int [V + 1], how many sequences each id may stop (last: NO_TOKEN); a hit is then checked against its sequence
         self._num_stopping = np.bincount([*self.eos_token_ids, self._config.model_config.vocab_size])
         self._seqs: dict[int, Sequence] = {}  # by req_idx
 
@@ -143,7 +143,7 @@ class Scheduler:
             blocks.computed(seq, start, stop)
             if stop < seq.num_tokens:
                 chunks.append(Chunk(seq, start, stop, []))
-                break  # it stays at the head of the queue, with its request slot and blocks, for its next chunk
+                break  # it stays first in the queue, with its request slot and blocks, for its next chunk
             self.waiting.popleft()
             sampled = [seq] if seq.is_sampled else []
             while sampled and self._can_fork(seq):
@@ -153,7 +153,7 @@ class Scheduler:
         if not chunks:
             return None
         batch = PrefillBatch.of(chunks, new_seqs, blocks.take_moves)
-        for seq in batch.ends:  # the next owner of slot and blocks is launched later (3)
+        for seq in batch.ends:  # the next owner of its slot and blocks is launched later (3)
             self._release(seq)
         self.admission.prefills()
         self.running.extend(seq for chunk in chunks for seq in chunk.sampled)
@@ -211,7 +211,7 @@ class Scheduler:
             req_indices = self.running_req_indices
             lengths = table.num_scheduled[req_indices]
             unfinished = lengths < table.max_tokens[req_indices]
-            if not unfinished.all():  # the others wait for their last token to arrive
+            if not unfinished.all():  # the others wait for their last token
                 req_indices, lengths = req_indices[unfinished], lengths[unfinished]
             if not len(req_indices):
                 return None
@@ -219,7 +219,7 @@ class Scheduler:
             if np.count_nonzero((lengths - 1) % self.block_size == 0) <= self.block_manager.num_available:
                 return req_indices, lengths
             if self.num_in_flight:
-                return None  # it may finish a sequence; and only known tokens can be recomputed
+                return None  # a token in flight may finish a sequence; and only known tokens can be recomputed
             self.preempt(self.running[-1])
 
     def _decode(self, req_indices: np.ndarray, lengths: np.ndarray) -> DecodeBatch:
@@ -259,7 +259,7 @@ class Scheduler:
         self.num_in_flight -= 1
         table, req_indices, lengths = self.table, batch.req_indices, batch.lengths
         alive = table.seq_id[req_indices] == batch.seq_ids
-        if not alive.all():  # a sequence stopped after this launch was scheduled: its token is surplus
+        if not alive.all():  # surplus tokens: their sequences stopped after this launch was scheduled
             req_indices, lengths, token_ids = req_indices[alive], lengths[alive], token_ids[alive]
         table.tokens[req_indices, lengths] = token_ids
         table.num_tokens[req_indices] = lengths + 1
@@ -273,7 +273,7 @@ class Scheduler:
         if isinstance(batch, PrefillBatch):
             self.metrics.prefilled(batch.seqs)
             for seq in batch.ends:
-                if seq.status is not SequenceStatus.FINISHED:  # by an abort
+                if seq.status is not SequenceStatus.FINISHED:  # an abort may have finished it
                     seq.finish_reason = "length"
                     finished.append(seq)
         if finished:
@@ -297,7 +297,7 @@ class Scheduler:
     def finish(self, seqs: list[Sequence]) -> None:
         """Take sequences out, wherever they are. A launch in flight may still write to their blocks (invariant 3)."""
         for seq in seqs:
-            is_partial = len(self.waiting) > 0 and self.waiting[0] is seq  # computed up to some chunk
+            is_partial = len(self.waiting) > 0 and self.waiting[0] is seq  # some of its chunks are computed
             if is_partial or seq.status is SequenceStatus.WAITING:
                 self.waiting.remove(seq)
                 self.block_manager.expect_no_more(seq)
@@ -312,7 +312,7 @@ class Scheduler:
 
     def _release(self, seq: Sequence, is_partial: bool = False) -> None:
         """Give back blocks and request slot; full blocks stay in the prefix cache."""
-        # the last token's keys and values may never have been computed
+        # the last token's keys and values may never be computed
         self.block_manager.deallocate(seq, 0 if is_partial else seq.num_tokens - 1)
         if seq.sampling_params.stop_token_ids:
             self._num_stopping[list(seq.sampling_params.stop_token_ids)] -= 1

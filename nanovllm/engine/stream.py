@@ -17,9 +17,9 @@ class DeltaStream:
 
     def __init__(self, request: Request):
         self._request = request
-        self._num_sent = [0] * len(request.completions)  # tokens
-        self._sent = [""] * len(request.completions)  # text
-        self._unsent = [""] * len(request.completions)  # text
+        self._num_sent = [0] * len(request.completions)  # tokens sent
+        self._sent = [""] * len(request.completions)  # text sent
+        self._unsent = [""] * len(request.completions)  # text to send
         params, tokenizer = request.params, request.tokenizer.tokenizer
         self._detokenizers = [
             IncrementalDetokenizer(tokenizer, params.skip_special_tokens, params.spaces_between_special_tokens)

@@ -24,7 +24,7 @@ class Marks(NamedTuple):
 
     Attributes:
         start: opens a thought.
-        end: written when the budget is spent; a phrase may come before the mark, and text behind it.
+        end: written when the budget is spent; a phrase may come before the mark, and text after it.
         ends: any of these, written by the model, closes a thought: the mark alone, and the same as ``end``.
     """
 
@@ -68,11 +68,11 @@ class Thinking:
         self.is_open = opened > closed
         self._left = budget - (len(prompt_ids) - opened if self.is_open else 0)
         longest = max(map(len, (marks.start, *marks.ends)))
-        self._since = prompt_ids[max(opened, closed) :][-longest:].tolist()  # tokens behind the last mark
+        self._since = prompt_ids[max(opened, closed) :][-longest:].tolist()  # tokens after the last mark
         self._last_ids = {ids[-1] for ids in (marks.start, *marks.ends)}
         alone = marks.ends[0]
         mark_at = max(0, behind_last(alone, np.array(marks.end)) - len(alone))
-        self._ways = marks.end, marks.end[mark_at:], *marks.ends  # to end, of which the text may have begun one
+        self._ways = marks.end, marks.end[mark_at:], *marks.ends  # possible endings; the text may have begun one
         self._forced = self._end_from_here()  # tokens that must come next, whatever they spell
 
     def accept(self, token_id: int) -> bool:
@@ -108,7 +108,7 @@ class Thinking:
 
 
 def behind_last(ids: Ids, tokens: np.ndarray) -> int:
-    """The place behind the last occurrence of ``ids`` in ``tokens``, int [n]; 0 if there is none."""
+    """The place after the last occurrence of ``ids`` in ``tokens``, int [n]; 0 if there is none."""
     num_places = max(0, len(tokens) - len(ids) + 1)
     found = np.logical_and.reduce([tokens[i : i + num_places] == token_id for i, token_id in enumerate(ids)])
     return int(np.flatnonzero(found)[-1]) + len(ids) if found.any() else 0

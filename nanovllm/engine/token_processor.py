@@ -43,8 +43,8 @@ class TokenProcessor:
 
     Attributes:
         stop_text: the text, once a stop string has ended it.
-        grammar, bad_words, thinking: what it may sample next, where that depends on its tokens. Beside a budget of
-            thinking, the grammar begins behind the thoughts.
+        grammar, bad_words, thinking: what it may sample next, where that depends on its tokens. With a budget of
+            thinking, the grammar begins after the thoughts.
     """
 
     def __init__(self, seq: Sequence, stop: StopStrings | None, texts: Texts | None = None,
@@ -54,7 +54,7 @@ class TokenProcessor:
         self._functions: list[Callable[[Any], Any]] | None = None  # its logits processors, once they are called
         self._stop, self._texts, self._num_logprobs = stop, texts, seq.sampling_params.num_logprobs
         self._repetition = repetition
-        self._rows: list[np.ndarray] = []  # of each token, packed; see ``utils/packed_logprobs.py``
+        self._rows: list[np.ndarray] = []  # packed log-probabilities of each token; see ``utils/packed_logprobs.py``
         self._totals = [0.0]  # sums of the log-probabilities of the first 0, 1, ... tokens
         self.stop_text: str | None = None
 
@@ -83,12 +83,12 @@ class TokenProcessor:
         was_finished = seq.finish_reason is not None
         try:
             found = None if self._stop is None else self._stop.update(token_id)
-        except RequestError as failure:  # of the tokenizer
+        except RequestError as failure:  # the tokenizer failed
             self.fail(failure)
             return not was_finished
         if found is None:
             is_repetition = self._repetition is not None and self._repetition.update(token_id)
-            if not is_repetition or was_finished:  # "length" goes before, as in vLLM
+            if not is_repetition or was_finished:  # "length" takes precedence, as in vLLM
                 return False
             found = REPETITION_DETECTED, None
         (seq.stop_reason, self.stop_text), seq.finish_reason = found, "stop"
@@ -161,14 +161,14 @@ class TokenProcessors:
             tokenizer.reasoning_marks = ReasoningMarks.alone(config.reasoning_start_str, config.reasoning_end_str)
         self._allowed: dict[bytes, np.ndarray] = {}
         self._has_warned = False
-        self._thread_inside: int | None = None  # that is inside a logits processor
+        self._thread_inside: int | None = None  # thread that is inside a logits processor
 
     def make(self, seq: Sequence) -> TokenProcessor | None:
         """The processor of a sequence, if it needs one. Sets its ``allowed_mask``."""
         params = seq.sampling_params
         if params.allowed_token_ids is not None:
             key = array("q", params.allowed_token_ids).tobytes()
-            if key not in self._allowed:  # one is kept: usually all requests have the same
+            if key not in self._allowed:  # only one is kept: usually all requests have the same
                 self._allowed = {key: mask_of(params.allowed_token_ids, self._vocab_size)}
             seq.allowed_mask = self._allowed[key]
         if not (params.ends_by_content or params.num_logprobs is not None or params.is_constrained
@@ -242,9 +242,9 @@ class TokenProcessors:
                 processor.bad_words.apply(row)
             if processor.grammar is not None and processor.thinking is not None:
                 if processor.is_thinking:
-                    row &= ~eos  # the text that the grammar describes is to come
+                    row &= ~eos  # the text that the grammar describes has not begun
                 elif seq.num_completion_tokens == 0 and len(self._marks.start) == 1:
-                    row |= mask_of(self._marks.start, self._vocab_size)  # it may think first
+                    row |= mask_of(self._marks.start, self._vocab_size)  # the text may begin with thinking
             if seq.allowed_mask is not None:
                 must_end = processor.grammar is not None
                 row &= seq.allowed_mask | eos if must_end else seq.allowed_mask
@@ -253,7 +253,7 @@ class TokenProcessors:
                 row[:] = eos  # elsewhere no token can be sampled: the request contradicts itself
             if seq.num_completion_tokens < seq.sampling_params.min_tokens:
                 longer = row & ~mask_of(self.min_tokens_stop_ids(seq.sampling_params), self._vocab_size)
-                row[:] = longer if longer.any() else row  # where the text must end, it ends
+                row[:] = longer if longer.any() else row  # a text that must end here may end
         return bitmask, failed
 
     def _fill(self, processors: list[TokenProcessor], bitmask: np.ndarray) -> list[Sequence]:
@@ -263,7 +263,7 @@ class TokenProcessors:
         if not grammars or error_of(self._grammars.fill, grammars, bitmask) is None:
             return []
         failed = []
-        for i, grammar in grammars.items():  # one by one: whose fault is it?
+        for i, grammar in grammars.items():  # one by one, to find the one at fault
             if (error := error_of(self._grammars.fill, {i: grammar}, bitmask)) is not None:
                 bitmask[i] = 0
                 processors[i].fail(error)
@@ -282,7 +282,7 @@ class TokenProcessors:
 
     @cached_property
     def _boundaries(self) -> np.ndarray:
-        """Special tokens besides the marks' own: behind a prompt's last one no user's text can open a thought."""
+        """Special tokens besides the marks' own: after a prompt's last one, no user text can open a thought."""
         tokenizer, (start, _, ends) = self._required("thinking_token_budget"), self._marks
         return np.array([*{*special_tokens(tokenizer, len(tokenizer)).values()}.difference(start, *ends)], np.int32)
 
@@ -299,11 +299,11 @@ class TokenProcessors:
 
 def bound(function: Any, seq: Sequence) -> Callable[[Any], Any]:
     """A logits processor as a function of the logits. With three parameters without defaults it takes the prompt."""
-    if hasattr(function, "clone"):  # it may have a state
+    if hasattr(function, "clone"):  # it may hold state
         function = function.clone()
     try:
         parameters = list(signature(function).parameters.values())
-    except (TypeError, ValueError):  # not written in Python
+    except (TypeError, ValueError):  # the function is not written in Python
         parameters = []
     required = [p for p in parameters if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
     ids = seq.prompt_token_ids if seq.attachment is None else seq.attachment.prompt_ids.tolist()

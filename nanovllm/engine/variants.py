@@ -33,7 +33,7 @@ READOUTS: tuple[Callable[[SamplingParams, np.ndarray], Readout | None], ...] = (
     PromptLogprobs.wanted_by,
 )  # fmt: skip
 
-# What makes an ``Attachment`` of a prompt that has more than tokens: ``takes(prompt)``, ``encode(prompt)``.
+# Makes an ``Attachment`` of a prompt that holds more than tokens: ``takes(prompt)``, ``encode(prompt)``.
 ATTACHMENTS: tuple[Callable[[Config, AsyncTokenizer], Any], ...] = (
     make_images,
 )  # fmt: skip

@@ -35,7 +35,7 @@ class ImagePart:
     Attributes:
         rows: of the images in the chunk, in the order of their tokens.
         positions: rotary positions by time, height and width, int32 [3, n]; None where they are the places of tokens.
-        shift: from the place of a token behind the images to its position.
+        shift: from the place of a token after the images to its position.
     """
 
     rows: tuple[ImageRows, ...]

@@ -11,4 +11,4 @@ from nanovllm.core import Moves
 class PrefixMoves(Moves):
     """Blocks whose beginnings a prefill copies before its forward pass."""
 
-    prefix_copies: np.ndarray  # int32 [n, 2], blocks to copy from and to
+    prefix_copies: np.ndarray  # int32 [n, 2], (from, to) blocks

@@ -23,9 +23,9 @@ class RecurrentRows(NamedTuple):
 class RecurrentMoves(Moves):
     """Initial states of the S sequences of a prefill, and the rows where it saves further copies of them."""
 
-    load_rows: np.ndarray  # int32 [S], that each sequence begins with: a snapshot's, or its own; -1: zeros
-    saves: np.ndarray  # int32 [n, 3]: sequence, number of its tokens after which its state is saved, and the row
-    state_copies: np.ndarray  # int32 [n, 2], rows from and to: after the forward pass, for forked completions
+    load_rows: np.ndarray  # int32 [S], row that each sequence begins with: a snapshot's, or its own; -1: zeros
+    saves: np.ndarray  # int32 [n, 3]: sequence, number of its tokens after which its state is saved, row
+    state_copies: np.ndarray  # int32 [n, 2], (from, to) rows, copied after the forward pass for forked completions
 
     @classmethod
     def of(cls, moves: Moves, seqs: ListLike[Sequence], loads: dict[int, int],

@@ -6,15 +6,15 @@ import numpy as np
 
 from nanovllm.core import DecodeBatch
 
-VERIFY_ROWS = (4, 8)  # of a sequence in a verify step: its last token and a draft
-MAX_VERIFIED_SEQS = 16  # in a step: beyond, products are not bound by the weights' bytes any more
+VERIFY_ROWS = (4, 8)  # rows per sequence in a verify step: its last token and a draft
+MAX_VERIFIED_SEQS = 16  # with more sequences in a step, products are no longer bound by the weights' bytes
 
 
 @dataclass(frozen=True)
 class VerifyBatch(DecodeBatch):
     """Compute the last token and the draft of every sequence, and sample the token after each: B sequences, Q rows."""
 
-    drafts: np.ndarray  # int32 [B, Q - 1], guesses of the next tokens; -1 behind the last of a sequence
+    drafts: np.ndarray  # int32 [B, Q - 1], guesses of the next tokens; -1 after a sequence's last guess
 
     @property
     def num_rows(self) -> int:  # type: ignore[override]

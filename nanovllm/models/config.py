@@ -15,15 +15,15 @@ from nanovllm.models.rope import RopeScaling
 class MoEConfig:
     """The mixture of experts of the sparse layers; ``Family`` has the rest."""
 
-    num_experts: int  # routed ones of a layer
-    top_k: int  # experts of a token
+    num_experts: int  # routed experts per layer
+    top_k: int  # experts per token
     expert_size: int  # intermediate size of an expert
     renormalize: bool = True  # the weights of the chosen experts sum to 1
-    routed_scale: float = 1.0  # a factor of all weights
-    num_groups: int = 1  # equal ones, of neighbouring experts
-    top_groups: int = 1  # the best ones, from which experts are chosen
+    routed_scale: float = 1.0  # factor of all weights
+    num_groups: int = 1  # groups of neighbouring experts, all of one size
+    top_groups: int = 1  # the best groups, from which experts are chosen
     shared_size: int = 0  # intermediate size of the shared expert, which every token passes; 0: none
-    swiglu_limit: float = 0.0  # of the clamped SwiGLU; 0: the model's own activation
+    swiglu_limit: float = 0.0  # limit of the clamped SwiGLU; 0: the model's own activation
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class GatedDeltaConfig:
 
     num_key_heads: int
     num_value_heads: int  # a multiple of ``num_key_heads``
-    key_dim: int  # of a head
-    value_dim: int  # of a head
+    key_dim: int  # per head
+    value_dim: int  # per head
     conv_size: int  # tokens that the convolution before it sees
 
 
@@ -41,15 +41,15 @@ class GatedDeltaConfig:
 class LayerConfig:
     """The switches of one decoder layer."""
 
-    mixer: str = "attention"  # lets tokens see others, a key of ``MIXERS``
-    window: int = 0  # the tokens that a token attends, itself included; 0: all before it
+    mixer: str = "attention"  # how tokens see each other, a key of ``MIXERS``
+    window: int = 0  # tokens that a token attends to, itself included; 0: all before it
     rope: RopeScaling | None = None  # None: positions are not rotated (NoPE)
     mlp: str = "dense"  # a key of ``MLPS``
-    fp8_linears: frozenset[str] = frozenset()  # keys of ``linears``: its FP8 layers
+    fp8_linears: frozenset[str] = frozenset()  # keys of ``linears`` whose layers are FP8
     packed: tuple[tuple[str, PackedInts], ...] = ()  # keys of ``linears``, or parts that differ, which become 16 bits
 
     def for_length(self, max_model_len: int) -> "LayerConfig":
-        """For requests of at most ``max_model_len`` tokens: a window that holds them all is none."""
+        """Adapt to requests of at most ``max_model_len`` tokens: a window that holds them all is dropped."""
         window = self.window if self.window < max_model_len else 0
         return replace(self, window=window, rope=self.rope and self.rope.for_length(max_model_len))
 
@@ -73,21 +73,21 @@ class ModelConfig:
     mlp_bias: bool
     act: str  # gated activation of the MLP, "silu" or "gelu_tanh"
     qk_norm: str  # see ``Family``
-    attention_scale: float  # of the scores before the softmax
+    attention_scale: float  # factor of the scores before the softmax
     attention_softcap: float  # scores x are cap * tanh(x / cap); 0: as they are
     logit_softcap: float  # the same for logits
-    embed_scale: float  # a factor of the embeddings
-    residual_scale: float  # a factor of the results of attention and MLP
-    logit_scale: float  # a factor of the logits
-    layers: tuple[LayerConfig, ...]  # of the decoder, from the first to the last
+    embed_scale: float  # factor of the embeddings
+    residual_scale: float  # factor of the results of attention and MLP
+    logit_scale: float  # factor of the logits
+    layers: tuple[LayerConfig, ...]  # the decoder's layers, first to last
     moe: MoEConfig | None  # None in a dense model
-    has_lm_head: bool  # otherwise it generates nothing
-    num_labels: int  # of a classification head; 0 without one
-    activation: str  # of its logits: "softmax", "sigmoid" or "" for none
-    label_tokens: tuple[str, ...]  # of a reranker: the tokens whose logits are its head, the answer "no" first
+    has_lm_head: bool  # without a head it generates nothing
+    num_labels: int  # outputs of a classification head; 0 without one
+    activation: str  # activation of those outputs: "softmax", "sigmoid" or "" for none
+    label_tokens: tuple[str, ...]  # a reranker's tokens whose logits are its head, the answer "no" first
     gated_delta: GatedDeltaConfig | None  # None without recurrent layers
-    num_nextn_predict_layers: int  # layers for speculation, which the checkpoint has behind the others
-    quant_method: str | None  # of the checkpoint; None: it is not quantized. "mxfp4": its experts are MXFP4
+    num_nextn_predict_layers: int  # layers for speculation, which the checkpoint stores after the others
+    quant_method: str | None  # the checkpoint's format; None: not quantized. "mxfp4": its experts are MXFP4
     # Width and height of the square of FP8 weights that share a scale; 0: a scale for each output feature; None: no
     # weight is FP8. ``LayerConfig.fp8_linears`` says which weights are.
     fp8: int | None
@@ -104,11 +104,11 @@ class ModelConfig:
 
     @property
     def ropes(self) -> tuple[RopeScaling | None, ...]:
-        """Of the attention layers; None: not rotated."""
+        """Rotary settings of the attention layers; None: not rotated."""
         return tuple(layer.rope for layer in self.layers if layer.mixer == "attention")
 
     def for_length(self, max_model_len: int) -> "ModelConfig":
-        """For requests of at most ``max_model_len`` tokens."""
+        """Adapt the layers to requests of at most ``max_model_len`` tokens."""
         return replace(self, layers=tuple(layer.for_length(max_model_len) for layer in self.layers))
 
     def quantized(self) -> "ModelConfig":
@@ -128,7 +128,7 @@ class ModelConfig:
         return self if self.quant_method else replace(self, layers=layers, fp8=0)
 
     def precision(self, layer: LayerConfig, name: str) -> int | PackedInts | None:
-        """Of a linear layer of a decoder layer: ``fp8``, or 4-bit integers; None: 16 bits."""
+        """How a decoder layer's linear layer is stored: ``fp8``, or 4-bit integers; None: 16 bits."""
         packed = dict(layer.packed).get(name)
         return packed if packed and packed.bits == 4 else self.fp8 if name in layer.fp8_linears else None
 
@@ -146,11 +146,11 @@ class ModelConfig:
         unused += [self.family.tower] * (not has_tower and self.family.tower != "")
         unused += [rf"model\.layers\.{self.num_hidden_layers + i}\..*" for i in range(self.num_nextn_predict_layers)]
         unused += [UNUSED_TENSORS] * (self.fp8 is not None)
-        has_no_lm_head = self.tie_word_embeddings or not self.has_lm_head  # one that is there is the embedding's copy
+        has_no_lm_head = self.tie_word_embeddings or not self.has_lm_head  # a stored one is the embedding's copy
         return "|".join(unused + [r"(.*\.)?lm_head\.weight"] * has_no_lm_head)
 
     def one_layer_of_each_kind(self) -> "ModelConfig":
-        """The last layer, which takes another path in prefill, behind one of each kind that runs other kernels."""
+        """One layer of each kind that runs other kernels, then the last layer, which takes another path in prefill."""
         *others, last = self.layers
         kinds: dict[LayerConfig, LayerConfig] = {}
         for layer in others:
@@ -158,7 +158,7 @@ class ModelConfig:
         return replace(self, layers=(*kinds.values(), last))
 
     def check_padded_heads(self, padded: int) -> None:
-        """Raise ConfigError unless heads with zeros behind them, ``padded`` in size, give the model's numbers."""
+        """Raise ConfigError unless heads padded with zeros to size ``padded`` give the model's numbers."""
         if padded == self.head_dim:
             return
         what = f"the model's heads of {self.head_dim} are padded with zeros to {padded} for the GPU's kernels, and"

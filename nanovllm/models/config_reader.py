@@ -104,12 +104,12 @@ DELTA_RULES = by_field(
     ("linear_conv_kernel_dim full_attention_interval", SIZE),
     ("attn_output_gate", optional(choice(True))),
 )
-# of absent fields; any other field is required unless its rule allows None
+# values of absent fields; any other field is required unless its rule allows None
 DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": DEFAULT_MAX_POSITION, "rms_norm_eps": 1e-6}
 
 
 def read_model_config(model_path: str) -> ModelConfig:
-    """Read ``config.json`` of a directory, and ModelOpt's older file beside it."""
+    """Read ``config.json`` of a directory, and ModelOpt's older file next to it."""
     raw, modelopt = read_json(Path(model_path, "config.json")), Path(model_path, "hf_quant_config.json")
     if modelopt.is_file() and not raw.get("quantization_config"):
         given = check(str(modelopt), "quantization", read_json(modelopt).get("quantization"), OBJECT, CheckpointError)
@@ -117,7 +117,7 @@ def read_model_config(model_path: str) -> ModelConfig:
     files, given = sorted(Path(model_path).glob("*.safetensors")), raw.get("architectures")
     is_bare = any(name.startswith("layers.") for file in files[:1] for name in tensor_names(file))
     if is_bare and isinstance(given, list) and not any("lm_head.weight" in tensor_names(file) for file in files):
-        # a decoder that was saved alone, under the name of the model that it was taken from
+        # a decoder saved alone, under the name of the model that it was taken from
         raw["architectures"] = [re.sub("ForCausalLM$", BARE, str(name)) for name in given]
     try:
         return model_config(raw, files)
@@ -154,8 +154,8 @@ def model_config(raw: dict[str, Any], files: Sequence[Path] = ()) -> ModelConfig
     divisor = given["query_pre_attn_scalar"] or head_dim
     (name,), label_tokens = raw["architectures"], given["classifier_from_token"]
     has_lm_head = name == with_lm_head(name) or len(label_tokens) > 0
-    # transformers writes no number of labels, and their names only where they are not two
-    if label_tokens and given["final_logit_softcapping"]:  # the host makes these logits
+    # transformers writes no number of labels, and their names only if there are not two
+    if label_tokens and given["final_logit_softcapping"]:  # the host computes these logits
         raise CheckpointError("config.json: final_logit_softcapping is not supported with classifier_from_token.")
     num_labels = 0 if has_lm_head or name.endswith(BARE) else len(given["id2label"] or (0, 1))
     given |= {
@@ -195,7 +195,7 @@ def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     """
     (name,) = check("config.json", "architectures", raw.get("architectures"), ARCHITECTURES, CheckpointError)
     family, name = MODELS[with_lm_head(name)], with_lm_head(name)
-    # of a model that also has a vision tower
+    # the language model's fields, in a model that also has a vision tower
     text = check("config.json", "text_config", raw.get("text_config"), OBJECT, CheckpointError) or {}
     kept = ("architectures", "eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
     outer = {field: raw[field] for field in kept if raw.get(field) is not None}
@@ -203,7 +203,7 @@ def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     defaults = {field: value for field, value in family.defaults.items() if field != "rope_parameters" or not has_rope}
     raw = {**DEFAULTS, **defaults, **raw, **text, **outer}
     raw["dtype"] = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
-    if raw.get("rotary_dim") and raw.get("partial_rotary_factor") is None:  # MiniMax
+    if raw.get("rotary_dim") and raw.get("partial_rotary_factor") is None:  # MiniMax's form
         sizes = check_all("config.json", raw, {"rotary_dim": SIZE, "head_dim": SIZE}, CheckpointError)
         raw["partial_rotary_factor"] = sizes["rotary_dim"] / sizes["head_dim"]
     if raw.get("tie_word_embeddings") is None:
@@ -215,7 +215,7 @@ def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
         for names in MOE_NAMES:
             raw[names[0]] = next((raw[name] for name in names if raw.get(name) is not None), None)
         raw["moe_intermediate_size"] = raw.get("moe_intermediate_size") or raw.get("intermediate_size")
-        raw["intermediate_size"] = raw.get("intermediate_size") or raw["moe_intermediate_size"]  # without dense layers
+        raw["intermediate_size"] = raw.get("intermediate_size") or raw["moe_intermediate_size"]  # no dense layers
     switches = {
         **({} if family.experts else dict.fromkeys(MOE_NAMES[0], (0, 1))),
         **({} if family.recurrent else dict.fromkeys(DELTA_RULES, ())), **SWITCHES,

@@ -34,8 +34,8 @@ from nanovllm.models.kinds import MIXERS, MLPS, load_kind
 class SelfAttention(nn.Module):
     """The mixer of attention layers."""
 
-    name = "self_attn"  # in checkpoints
-    packed_modules_mapping: ClassVar = {f"{x}_proj": ("qkv_proj", x) for x in "qkv"}  # their module -> ours, shard id
+    name = "self_attn"  # name in checkpoints
+    packed_modules_mapping: ClassVar = {f"{x}_proj": ("qkv_proj", x) for x in "qkv"}  # their module -> (ours, shard id)
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, rope: RotaryEmbedding, backend: AttentionBackend,
                  tp: TPGroup):
@@ -45,7 +45,7 @@ class SelfAttention(nn.Module):
         kinds = [config.precision(layer, name) for name in ("self_attn.qkv_proj", "self_attn.o_proj")]
         orders = head_orders(config.head_dim, D, rope.num_rotated, family.interleaved)
         self.qkv_proj = qkv = QKVParallelLinear(C, D, H, K, config.qkv_bias, tp, kinds[0], orders, family.output_gate)
-        # norms of each head [D], or of all heads of all ranks, with the weights of this rank's
+        # norms of each head [D], or over the heads of all ranks, with the weights of this rank's heads
         shards = {"": [], "head": [Shard(D, 0, 1, orders.qk)] * 2, "full": [qkv.shards["q"], qkv.shards["k"]]}
         norms: list[Any] = [RMSNorm(x.num_rows, eps, family.norm_offset, shard=x) for x in shards[config.qk_norm]]
         self.q_norm, self.k_norm = norms or [None, None]
@@ -61,10 +61,10 @@ class SelfAttention(nn.Module):
             self.sinks.weight_loader = row_loader(*qkv.shards["q"].place)  # type: ignore[attr-defined]
         weights: list[Any] = [norm.weight for norm in norms] if config.qk_norm == "head" else [None, None]
         self.query_scales, self.rotated_weights = rope.query_scales, weights if family.norms_rotated else None
-        if self.rotated_weights:  # a rotation keeps the RMS of a head, but not the places of weights
+        if self.rotated_weights:  # a rotation keeps the RMS of a head, but moves its weights
             self.register_buffer("ones", torch.ones(D), persistent=False)
             weights = [self.ones, self.ones]
-        # The epilogue of the product, without the tokens of a step; and the cache moves when it wakes up.
+        # The epilogue of the QKV product; ``forward`` adds the step's tokens and the cache, which moves at a wake-up.
         self.qk = partial(
             QKVEpilogue, q_weight=weights[0], k_weight=weights[1], eps=eps, cos_sin=rope.cos_sin,
             num_heads=qkv.num_heads, num_kv_heads=qkv.num_kv_heads, kv_scale=self.attn.kv_scale,
@@ -152,7 +152,7 @@ class Decoder(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp, config.embed_scale)
         D, max_position = kernels.select().padded_head_dim(config.head_dim), config.max_position_embeddings
         config.check_padded_heads(D)
-        tables = {}  # layers share them
+        tables = {}  # shared by layers
         for rope in dict.fromkeys(config.ropes):
             scaled: Any = (*rope.frequencies(config.head_dim), rope.query_scales(max_position)) if rope else ()
             tables[rope] = RotaryEmbedding(D, max_position, *scaled)
@@ -181,7 +181,7 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config, self.model = config, Decoder(config, backend, tp)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, softcap=config.logit_softcap)
-        if config.tie_word_embeddings or not config.has_lm_head:  # in the latter case nobody reads it
+        if config.tie_word_embeddings or not config.has_lm_head:  # nobody reads it without an LM head
             self.lm_head.weight = self.model.embed_tokens.weight
         if config.num_labels:
             self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False).requires_grad_(False)

@@ -11,11 +11,11 @@ class Family(NamedTuple):
     """How an architecture differs from Llama's: pre-norm, gated MLP, rotary halves, full attention."""
 
     qk_norm: str = ""  # RMSNorm of q and k before RoPE: "head" (of each head), "full" (of all heads at once), or ""
-    norms_rotated: bool = False  # that norm comes after RoPE
+    norms_rotated: bool = False  # whether that norm comes after RoPE
     qkv_bias: bool | None = None  # biases of these projections; None: as ``attention_bias`` says
     o_bias: bool | None = None  # likewise
     pre_norm: bool = True  # norms of the inputs of attention and MLP
-    post_norm: bool = False  # norms of their results, before these are added
+    post_norm: bool = False  # norms of their results, before the residual addition
     norm_offset: float = 0.0  # added to the weight of every norm
     embed_scaled: bool = False  # embeddings are scaled by the square root of the hidden size
     # RoPE rotates the pairs (2i, 2i + 1) of a head, not (i, i + r / 2) of its r rotated dimensions.
@@ -33,24 +33,24 @@ class Family(NamedTuple):
     # Tensors of all experts are [E, C, 2I] and [E, I, C] as published; transformers 5 writes the usual order,
     # [E, 2I, C] and [E, C, I].
     experts_transposed: bool = False
-    # They and their router have biases and ``reference.clamped_swiglu``; tensors of all experts are [E, C, 2I], gate
-    # and up taking turns, and [E, I, C], or MXFP4.
+    # Experts and router have biases and use ``reference.clamped_swiglu``; tensors of all experts are [E, C, 2I], gate
+    # and up interleaved, and [E, I, C], or MXFP4.
     gpt_oss_experts: bool = False
     recurrent: str = ""  # mixer of the layers that ``layer_types`` calls "linear_attention", a key of ``MIXERS``
     groups_delta_inputs: bool = False  # the checkpoint stores the projections of a gated delta net head by head
-    # Each query head of a layer has a learned score that joins the sum of the softmax, and nothing else.
+    # Each query head of a layer has a learned score that joins the softmax's sum and nothing else.
     sinks: bool = False
-    # The result of attention is multiplied by the sigmoid of a gate, which ``q_proj`` has beside each query head.
+    # The result of attention is multiplied by the sigmoid of a gate, which ``q_proj`` stores next to each query head.
     output_gate: bool = False
     reads: tuple[str, ...] = ()  # fields of ``SWITCHES`` that this family honours
     defaults: dict[str, Any] = {}  # noqa: RUF012 (read only)  # fields that published files leave out
     renamed: tuple[tuple[str, str], ...] = ()  # (in the checkpoint, here) parts of tensor names, replaced in this order
-    skipped: str = ""  # regular expression of the names of tensors that are used by nothing here
-    tower: str = ""  # regular expression of the names of tensors of the vision tower; "" has none
+    skipped: str = ""  # regular expression of the names of tensors that nothing here uses
+    tower: str = ""  # regular expression of the names of the vision tower's tensors; "" has none
 
 
-# Fields that change the numbers in some families, here or in transformers, but no tensor -> values without effect, as
-# is their absence. Elsewhere any other value is refused.
+# Fields that change the numbers, but no tensor, in some families (here or in transformers) -> values without effect. A
+# missing field has no effect either. Families that do not read a field reject its other values.
 SWITCHES: dict[str, tuple] = by_field(
     ("sliding_window rope_local_base_freq query_pre_attn_scalar attention_multiplier clip_qkv llama_4_scaling", ()),
     ("attn_logit_softcapping final_logit_softcapping swiglu_limit", ()),
@@ -72,5 +72,5 @@ SWITCHES: dict[str, tuple] = by_field(
     ("qk_l2_clip_threshold activation_sparsity_pattern layer_rope_theta", ()),
     ("alibi parallel_attn use_parallel_residual scale_embedding mup_enabled use_cla prefix_lm is_moe", (False,)),
     ("attn_temperature_tuning attention_k_eq_v is_encoder_decoder enable_moe_block qk_layernorm", (False,)),
-    ("position_embedding_type", ("rope", "absolute")),  # the latter is in files of classes that do not read it
+    ("position_embedding_type", ("rope", "absolute")),  # files of classes that do not read it say "absolute"
 )

@@ -57,7 +57,7 @@ def delta_projection(hidden_size: int, sizes: dict[str, int], tp: TPGroup, preci
 class GatedDeltaNet(nn.Module):
     """The mixer of recurrent layers. Without ``states`` a prefill begins with zeros, and leaves nothing behind."""
 
-    name: ClassVar[str] = "linear_attn"  # in checkpoints
+    name: ClassVar[str] = "linear_attn"  # name in checkpoints
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, rope: RotaryEmbedding | None,
                  backend: AttentionBackend, tp: TPGroup):
@@ -98,7 +98,7 @@ class GatedDeltaNet(nn.Module):
         self.states: GatedDeltaStates | None = None
 
     def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of a row of the convolution's ring, and of the delta states."""
+        """Shapes of a row in the convolution's ring, and of the delta states."""
         channels, W = self.conv_weight.shape
         _, num_value_heads, key_dim, value_dim = self.weights.sizes
         return (W, channels), (num_value_heads, value_dim, key_dim)

@@ -6,12 +6,12 @@ A kind is imported when a model has it. Imports no torch.
 from importlib import import_module
 from typing import Any
 
-# by ``LayerConfig.mixer``
+# keyed by ``LayerConfig.mixer``
 MIXERS = {
     "attention": "nanovllm.models.decoder.SelfAttention",
     "gated_delta_net": "nanovllm.models.gated_delta_net.GatedDeltaNet",
 }
-# by ``LayerConfig.mlp``
+# keyed by ``LayerConfig.mlp``
 MLPS = {
     "dense": "nanovllm.models.decoder.MLP",
     "experts": "nanovllm.models.moe.SparseMoE",

@@ -26,10 +26,10 @@ from nanovllm.models.packed_config import scheme_of
 from nanovllm.models.quantization_config import EXPERT_PARTS, KV_SCALES, PackedInts
 from nanovllm.utils.checkpoint import open_tensors, read_json, tensor_names
 
-DIGEST_ROWS = 4096  # of an LM head, or of the embedding that it is said to be, in memory at once
-DUMMY_STD = 0.02  # of random weights, as transformers initialises
-DUMMY_FP8_STD, DUMMY_ROWS = 64.0, 1024  # of the data of FP8 weights, where e4m3 ends at 448; rows drawn at once
-DUMMY_INT4_STD = 4.6  # of random codes
+DIGEST_ROWS = 4096  # rows in memory at once, of an LM head or of the embedding that it should equal
+DUMMY_STD = 0.02  # standard deviation of random weights, as in transformers
+DUMMY_FP8_STD, DUMMY_ROWS = 64.0, 1024  # the same for FP8 data, where e4m3 ends at 448; rows drawn at once
+DUMMY_INT4_STD = 4.6  # the same for random codes
 DUMMY_MXFP4_SCALE = 120  # 2^-7: random e2m1 have a standard deviation of 2.9
 
 
@@ -41,12 +41,12 @@ class WeightFiller:
     An FP8 weight is filled by FP8 data and its scale, or by a 16-bit tensor, which is quantized and counts as both.
 
     Args:
-        extra: modules that the checkpoint has beside the decoder, with their names there: its vision tower. Without
+        extra: modules that the checkpoint has besides the decoder, with their names there: its vision tower. Without
             them their tensors are passed over.
         quantizes: False: a 16-bit tensor for an FP8 weight is an error.
         adapter: directory of a PEFT adapter, which is merged into the tensors.
         base: directory of the checkpoint that the tensors of a merge are from.
-        only: checkpoint tensors to fill beside the adapter's, by their names here; None: all.
+        only: checkpoint tensors to fill besides the adapter's, by their names here; None: all.
     """
 
     def __init__(self, model: Any, extra: Collection[nn.Module] = (), quantizes: bool = True,
@@ -60,11 +60,11 @@ class WeightFiller:
         packed: dict[str, tuple[str, Any]] = {}
         for module in model.modules():
             packed |= getattr(module, "packed_modules_mapping", {})
-        # checkpoint tensor -> its parameter, the shard id in there, its own name or, merged as it is here, its parts'
+        # checkpoint tensor -> its parameter, the shard id in there, and its own name, or the names of its merged parts
         self._targets: dict[str, tuple[Any, Any, list[str]]] = {}
         halves = {id(half) for param in params.values() for half in getattr(param, "halves", ())}
         for name, param in params.items():
-            if id(param) in halves:  # filled with the weight
+            if id(param) in halves:  # filled together with the weight
                 continue
             parts = _parts(name, param, packed)
             self._targets.setdefault(name, (param, None, [part for part, _ in parts]))
@@ -81,20 +81,20 @@ class WeightFiller:
         self.device = str(next(iter(params.values())).device)
         self._adapter, self._changes = adapter, {} if adapter is None else self._read_adapter(adapter, base)
         names = {part for name in self._changes for part in self._targets[name][2]}
-        # Checkpoint tensors, by their names here:
+        # Names here of checkpoint tensors:
         self.adapted = names | {f"{name}_scale" for name in names} & set(self._targets)  # the adapter changes them
         self._only = None if only is None else only | self.adapted
         self._packed = [layer.packed for layer in config.layers]
-        # Of modules that become one tensor: those of their tensors that have come, by kind.
+        # Modules that become one tensor -> their tensors that have come, by kind.
         self._waiting: dict[str, dict[str, CheckpointTensor]] = {}
         every = {part for _, _, parts in self._targets.values() for part in parts}
-        self.missing = every if self._only is None else set(self._only)  # not given yet
-        self.filled: set[str] = set()  # given
+        self.missing = every if self._only is None else set(self._only)  # names still to be given
+        self.filled: set[str] = set()  # names given
 
     def fill(self, tensor: CheckpointTensor, source: str) -> None:
         """Raises CheckpointError, with nothing written: unknown, there before, or of another shape."""
         if self.unused.fullmatch(self._whole_name(tensor.name)):
-            # with ``only``, it is the checkpoint that was compared at the start
+            # with ``only``, the head is the checkpoint's, which was compared at the start
             if self._embedding is not None and tensor.name.endswith("lm_head.weight") and self._only is None:
                 (N, C), size = self._embedding.weight.shape, self._embedding.tp.size
                 mine = tensor.fit([N * size, C]).rows(self._embedding.vocab_start, N, N * size)
@@ -142,7 +142,7 @@ class WeightFiller:
         if param is None or not self.missing.issuperset(parts):
             raise CheckpointError(f"{source}: tensor {tensor.name!r} is twice there, or unknown to the model.")
         pieces = [(tensor, shard_id)]
-        if ".experts." in name and shard_id is None:  # of all experts
+        if ".experts." in name and shard_id is None:  # one tensor for all experts
             pieces = [(piece, (expert, None)) for expert, piece in enumerate(tensor.entries(len(param)))]
         for piece, shard_id in pieces:
             if quantizes and hasattr(param, "in_rows"):  # it has a scale for each row here
@@ -171,7 +171,7 @@ class WeightFiller:
     def _of_packed(self, name: str, tensor: CheckpointTensor, scheme: PackedInts) -> PackedTensors | None:
         """The tensors of a module of packed integers; None before the last has come, and where one is read alone."""
         module, _, kind = name.rpartition(".")
-        if kind == "bias":  # of zeros, which AutoGPTQ stored where the model has none
+        if kind == "bias":  # zeros, which AutoGPTQ stored where the model has no bias
             if bool(tensor.read(...).any()):
                 raise CheckpointError(f"tensor {tensor.name!r} is not 0, and the model has no such bias.")
             return None
@@ -200,7 +200,7 @@ class WeightFiller:
         come = self._waiting.setdefault(module, {})
         if kind in come or kind not in kinds:
             raise CheckpointError(f"tensor {tensor.name!r} is twice there, or unknown to the model.")
-        come[kind] = CheckpointTensor.of(tensor.name, tensor.read(...).clone())  # of a file, or a buffer in use
+        come[kind] = CheckpointTensor.of(tensor.name, tensor.read(...).clone())  # cloned: in a file or a reused buffer
         return self._waiting.pop(module) if come.keys() == kinds else None
 
     def _whole_name(self, name: str) -> str:

@@ -61,7 +61,7 @@ def read_adapter(path: str, device: str, base: Collection[str]) -> dict[str, Cha
             factors.setdefault((match[1], bool(match[2])), {})[match[3]] = tensor
         elif target == name or ".lora_" in target:
             raise CheckpointError(f"{file}: tensor {name!r} is unknown. {ADVICE}")
-        else:  # of modules_to_save, or the base of an embedding, to which the product is added
+        else:  # a module of modules_to_save, or the base of an embedding, to which the product is added
             changes[target.replace(".base_layer.", ".")] = partial(_replaced, tensor)
     for (module, _), pair in factors.items():
         if len(pair) < 2 or any(len(factor.shape) != 2 or 0 in factor.shape for factor in pair.values()):
@@ -98,7 +98,7 @@ def _merged(a: CheckpointTensor, b: CheckpointTensor, scale: float, replacement:
         wide = base.read(index).float()
         return torch.addmm(wide, b.read((rows,)).float(), a.read((slice(None), columns)).float(), alpha=scale)
 
-    # factors that are finite may have a product that is not
+    # finite factors may have an infinite product
     return CheckpointTensor(f"{base.name} with the adapter", base.shape, read).at_least(-sys.float_info.max)
 
 

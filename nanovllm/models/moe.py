@@ -122,7 +122,7 @@ class Experts(nn.Module):
         return loaded.transposed() if may_be or self.family.gpt_oss_experts else loaded
 
     def weights(self) -> tuple[Weight, Weight]:
-        """Of the products with gate and up, and with down."""
+        """Weights of the gate and up product, and of the down product."""
         return (
             Weight(self.gate_up_proj, self.gate_up_proj_scale, zero=self.gate_up_proj_zero),
             Weight(self.down_proj, self.down_proj_scale, zero=self.down_proj_zero),

@@ -26,11 +26,11 @@ from nanovllm.utils.checkpoint import tensor_names
 from nanovllm.utils.patterns import first_matches
 
 FLAG, UNSET = (True, False), (None, False)
-BLOCKS = "block_name_to_quantize", "to_quant_block_names", "quant_block_list"  # by AutoRound's versions
-WHICH = *BLOCKS, "modules_in_block_to_quantize", "modules_to_not_convert"  # of AWQ, GPTQ and AutoRound
+BLOCKS = "block_name_to_quantize", "to_quant_block_names", "quant_block_list"  # names in the versions of AutoRound
+WHICH = *BLOCKS, "modules_in_block_to_quantize", "modules_to_not_convert"  # fields of AWQ, GPTQ and AutoRound
 IN_16_BITS = (None, 16, 32)
-# Fields without effect on the numbers that are stored, in the files of any format: ANY, notes of the programs that
-# quantized; else the values that change nothing.
+# Fields without effect on the stored numbers, in files of any format. ANY: notes of the programs that quantized;
+# otherwise the values that change nothing.
 NEUTRAL: dict[str, Any] = dict.fromkeys((
     "quant_method", "model_name_or_path", "model_file_base_name", "damp_percent", "damp_auto_increment",
     "static_groups", "true_sequential", "act_group_aware", "tokenizer", "dataset", "model_seqlen",
@@ -55,7 +55,7 @@ OF_AWQ: dict[str, Any] = NEUTRAL | dict.fromkeys(WHICH, ANY) | {
     "format": (None, "gemm"), "backend": (None, "autoawq", "auto"), "desc_act": UNSET, "sym": (None, *FLAG),
     "checkpoint_format": (None, "gemm"),
 }  # fmt: skip
-# packing_format -> layout of the tensors; without a name it is that of AutoGPTQ
+# packing_format -> layout of the tensors; without a name, AutoGPTQ's
 PACKINGS = {
     None: "gptq", "auto_round:auto_gptq": "gptq", "auto_round:gptq": "gptq", "auto_round": "gptq_v2",
     "auto_round:gptqmodel": "gptq_v2", "auto_round:auto_awq": "awq", "auto_round:awq": "awq",
@@ -66,7 +66,7 @@ OF_LAYER: dict[str, Any] = NEUTRAL | {
 }  # fmt: skip
 OF_AUTO_ROUND: dict[str, Any] = OF_LAYER | dict.fromkeys(WHICH, ANY) | {
     "bits": (4, 8), "data_type": (None, "int"), "packing_format": tuple(PACKINGS), "extra_config": ANY,
-    "backend": (None, "auto"),  # of old versions it is the layout
+    "backend": (None, "auto"),  # in old versions it is the layout
 }  # fmt: skip
 WEIGHTS: dict[str, Any] = {
     "num_bits": (4, 8), "type": ("int",), "symmetric": (None, *FLAG), "strategy": ("group", "channel"),
@@ -90,14 +90,14 @@ OUTSIDE = re.compile(r"(?:.*\.)?(?:lm_head|embed_tokens|score)\.(?:qweight|weigh
 MERGED = {part: name for name, parts in linears(1, True).items() for part in parts}
 REGEX_SIGNS = frozenset("*+?^$()[]{}|\\")
 
-Schemes = dict[str, PackedInts | None]  # of modules; None: in 16 bits
+Schemes = dict[str, PackedInts | None]  # by module; None: 16 bits
 Layers = list[tuple[tuple[str, PackedInts], ...]]
 
 
 def read_packed(
     quantization: dict[str, Any], family: Family, num_layers: int, num_experts: int, files: Sequence[Path]
 ) -> Layers:
-    """Of each decoder layer: its packed modules. A merged layer stands for its parts where they are alike.
+    """The packed modules of each decoder layer. A merged layer replaces its parts if they are alike.
 
     ``files``: of the weights. They tell which layers the checkpoint itself has merged; without them it has the parts.
     """
@@ -106,7 +106,7 @@ def read_packed(
         head = "a packed LM head" if "lm_head" in outside[0] else "a packed module outside of decoder layers"
         raise refusal(f"{head} ({outside[0]})")
     stems = {name.rpartition(".")[0] for name in tensors}
-    stems |= {f"model.{stem}" for stem in stems}  # of a decoder that was saved alone
+    stems |= {f"model.{stem}" for stem in stems}  # names in a decoder saved alone
     modules = linears(num_experts, bool(family.recurrent)) | dict.fromkeys(OTHERS, ())
     own: dict[tuple[int, str], list[str]] = {}  # (layer, linear layer here) -> the checkpoint's modules
     for i, (name, parts) in product(range(num_layers), modules.items()):
@@ -128,7 +128,7 @@ def read_packed(
 
 
 def scheme_of(layer: tuple[tuple[str, PackedInts], ...], module: str) -> PackedInts | None:
-    """Of a module of a decoder layer by its name in there: its own, or that of the layer it is merged into."""
+    """The scheme of a decoder layer's module, by its name there: its own, or that of the layer it is merged into."""
     if not layer:
         return None
     schemes = dict(layer)
@@ -141,7 +141,7 @@ def merged_name(module: str) -> str:
 
 
 def matches(regexes: dict[str, str], family: Family, names: list[str]) -> dict[str, str]:
-    """Of ``names`` that one of the regular expressions matches: the first that does, as it was given."""
+    """Map each of ``names`` that a regular expression matches to the first such expression, as it was given."""
     spelled = {spelling: name for name in names for spelling in spellings(name, family.renamed)}
     try:
         found = first_matches(regexes, list(spelled))
@@ -219,7 +219,7 @@ def of_auto_round(raw: dict[str, Any], family: Family, names: list[str]) -> Sche
     if not isinstance(extra, dict):
         raise refusal(f"extra_config={extra!r:.100} (not an object)")
     overrides = {name: scheme(fields, f"extra_config.{name}.") for name, fields in extra.items()}
-    # as AutoRound's readers: a key without signs of a regular expression is a whole name
+    # like AutoRound's readers: a key without signs of a regular expression is a whole name
     regexes = {name: f"(?:.*)(?:{name})" if REGEX_SIGNS & set(name) else re.escape(name) + "$"
                for name in sorted(overrides, key=lambda name: bool(REGEX_SIGNS & set(name)))}  # fmt: skip
     found, is_chosen, default = matches(regexes, family, names), chosen_modules(raw, family, names), scheme({}, "")
@@ -231,7 +231,7 @@ def of_compressed_tensors(raw: dict[str, Any], family: Family, names: list[str])
     groups = raw.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise refusal(f"config_groups={groups!r:.100} (no groups)")
-    targets: dict[str, PackedInts] = {}  # a later group takes a target over, as in compressed-tensors
+    targets: dict[str, PackedInts] = {}  # a later group overrides a target, as in compressed-tensors
     for key, group in groups.items():
         where = f"config_groups.{key}."
         check_fields(where, group, GROUP, is_closed=True)

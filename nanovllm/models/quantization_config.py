@@ -14,14 +14,14 @@ from nanovllm.errors import CheckpointError
 from nanovllm.models.families import Family
 from nanovllm.utils.patterns import first_matches
 
-MAX_EXPERTS = 200_000  # of all layers: a damaged number must not fill the memory with names
+MAX_EXPERTS = 200_000  # limit for all layers: a damaged number must not fill the memory with names
 BLOCK = 128  # published blocks are 128 x 128
-EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of all experts -> of one
+EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # all experts -> one expert
 RENAMED_TENSORS = (("_scale_inv", "_scale"),)  # (in the checkpoint, here); both multiply
-# Tensors of quantized checkpoints that are not needed: products take x in 16 bits or with scales of each token, so no
-# static scale of x; and attention computes in 16 bits, so none of queries and probabilities.
+# Tensors of quantized checkpoints that are not needed. Products take x in 16 bits or with per-token scales, so static
+# scales of x are unused; attention computes in 16 bits, so scales of queries and probabilities are unused.
 UNUSED_TENSORS = r".*\.(input_scale|q_scale|prob_output_scale|q_proj\.output_scale)"
-# Scales of an FP8 KV cache: of keys, of values, or of both.
+# Scales of an FP8 KV cache: for keys, for values, or for both.
 KV_SCALES = r"(.*\.self_attn)\.(?:(?:attn\.|k_proj\.|v_proj\.)?(k|v|kv)_scale|(k|v)_proj\.output_scale)"
 SUPPORTED = (
     "Supported are FP8 weights (e4m3) with a scale per tensor, per output feature or per block of 128 x 128, as "
@@ -29,9 +29,9 @@ SUPPORTED = (
     "of 'compressed-tensors' (pack-quantized), 'awq' (gemm), 'gptq' and 'auto-round'; and gpt-oss's experts in MXFP4. "
     "Take such a checkpoint, or the 16-bit one, which LLM(quantization='fp8') quantizes as it loads."
 )
-# Fields and their allowed values, by ``quant_method``: those of DeepSeek's, Qwen's and AutoFP8's files, of
-# llm-compressor's, of NVIDIA's, and of gpt-oss's. ANY: read elsewhere, or without effect on the numbers. A table: of an
-# object's fields, or absent.
+# Allowed values of fields, by ``quant_method``: for the files of DeepSeek, Qwen and AutoFP8, of llm-compressor, of
+# NVIDIA, and of gpt-oss. ANY: read elsewhere, or without effect on the numbers. A nested table holds the fields of an
+# object, which may be absent.
 ANY = ...
 E4M3 = {"num_bits": (8,), "type": ("float",)}
 FORMATS = "float-quantized", "naive-quantized"
@@ -53,9 +53,9 @@ FORMS: dict[str, dict[str, Any]] = {
     "mxfp4": {"quant_method": ANY, "modules_to_not_convert": ANY, "dequantize": ANY},
 }  # fmt: skip
 PACKED_METHODS = "awq", "gptq", "auto-round", "compressed-tensors"  # the last one with its format "pack-quantized"
-MXFP4_GROUP = 32  # channels of a scale
+MXFP4_GROUP = 32  # channels per scale
 SYMMETRIC = E4M3 | {"symmetric": (None, True)}
-GROUP = {  # without input_activations weights alone are FP8
+GROUP = {  # without input_activations only weights are FP8
     "targets": (["Linear"],), "weights": ANY, "input_activations": SYMMETRIC, "format": (None, *FORMATS),
 }  # fmt: skip
 WEIGHTS = SYMMETRIC | {
@@ -67,9 +67,9 @@ SKIPPED = "modules_to_not_convert", "ignored_layers", "exclude_modules", "ignore
 class PackedInts(NamedTuple):
     """How a checkpoint stores a module of packed integers."""
 
-    layout: str  # of its tensors: "compressed-tensors", "awq", "gptq", or "gptq_v2"
+    layout: str  # tensor layout: "compressed-tensors", "awq", "gptq", or "gptq_v2"
     bits: int  # 4 or 8
-    group_size: int  # channels of a scale; 0: all of a row
+    group_size: int  # channels per scale; 0: a whole row
     symmetric: bool  # codes are relative to half their range, else each group has a zero
     act_order: bool = False  # ``g_idx`` says which group a channel belongs to
 
@@ -104,7 +104,7 @@ def read_quantization(raw: dict[str, Any], family: Family,
     Raises:
         CheckpointError: it has a ``quantization_config``, but not of ``SUPPORTED``.
     """
-    quantization = raw.get("quantization_config") or raw.get("compression_config") or {}  # the second in old files
+    quantization = raw.get("quantization_config") or raw.get("compression_config") or {}  # second: in old files
     num_layers = raw["num_hidden_layers"]
     nothing: list[dict[str, Any]] = [{}] * num_layers
     if not isinstance(quantization, dict):
@@ -189,7 +189,7 @@ def _read_group(raw: dict[str, Any]) -> str:
 
 
 def spellings(name: str, renamed: tuple[tuple[str, str], ...]) -> list[str]:
-    """The names that a module may have in a checkpoint, also where a vision tower stands beside the decoder."""
+    """The names that a module may have in a checkpoint, also if it has a vision tower besides the decoder."""
     prefixes = [old for old, new in renamed if not new]
     found = [f"{name}.", *(f"{prefix}{name}." for prefix in prefixes)]  # the renamed part may be the last one
     found += [f"model.{prefix}{name.removeprefix('model.')}." for prefix in prefixes]

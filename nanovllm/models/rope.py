@@ -13,7 +13,7 @@ from nanovllm.validation import BOOLEAN, Rule, by_field, check, check_all, choic
 if TYPE_CHECKING:
     import torch
 
-DEFAULT_MAX_POSITION = 32768  # of a config.json without max_position_embeddings
+DEFAULT_MAX_POSITION = 32768  # for a config.json without max_position_embeddings
 MAX_SIZE = 1 << 24  # a hundred times published ones; products of a few stay within 64 bits
 OBJECT = optional(Rule("an object", lambda x: isinstance(x, dict)))
 SIZE = integer("an integer >= 1 and at most 2**24", lambda x: 1 <= x <= MAX_SIZE)
@@ -41,7 +41,7 @@ ROPE_RULES = {  # rope_type -> its fields
     "dynamic": COMMON | {"alpha": POSITIVE},  # without alpha frequencies would depend on a sequence's length
 }  # fmt: skip
 
-MROPE = ("mrope_section", "mrope_interleaved")  # time, height and width of a text's token are the same
+MROPE = ("mrope_section", "mrope_interleaved")  # time, height and width are equal for text tokens
 UNREAD = {  # rope_type -> fields that files have beside it, and transformers does not read
     "default": ("original_max_position_embeddings",),
     "yarn": ("max_position_embeddings",),
@@ -68,12 +68,12 @@ class RopeScaling:
     beta_slow: float = 1.0  # rotations below which it interpolates it fully
     attention_factor: float | None = None  # scale of cosines and sines (yarn, longrope); None: the method's formula
     truncate: bool = True  # yarn rounds the borders of its ramp to whole dimensions
-    mscale: float = 0.0  # with both, yarn's attention_factor is the ratio of its formula with the one and the other
+    mscale: float = 0.0  # with both, yarn's attention_factor is the ratio of its formula for the two values
     mscale_all_dim: float = 0.0
     # Queries at position p are scaled by 1 + beta ln(1 + floor(p / original_max_position)).
     llama_4_scaling_beta: float = 0.0
     alpha: float = 1.0
-    low_freq_factor: float = 1.0  # llama3's borders: this one and the next, in rotations within the original context
+    low_freq_factor: float = 1.0  # llama3's borders, with the next field, in rotations within the original context
     high_freq_factor: float = 4.0
     short_factor: tuple[float, ...] = ()  # longrope's divisor of each frequency, up to the original length
     long_factor: tuple[float, ...] = ()  # the divisors for longer contexts
@@ -105,10 +105,10 @@ class RopeScaling:
         given = {name: value for name, value in checked.items() if value is not None}
         max_position = raw.get("max_position_embeddings", DEFAULT_MAX_POSITION)
         original = given.pop("original_max_position_embeddings", max_position)
-        # Phi-3 has the original length beside the scaling, and transformers prefers it there
+        # Phi-3 stores the original length next to the scaling, and transformers prefers that one
         outer = raw.get("original_max_position_embeddings") or original
         outer = check("config.json", "original_max_position_embeddings", outer, SIZE, CheckpointError)
-        if kind == "longrope":  # as transformers: the lengths decide unless there is a factor
+        if kind == "longrope":  # as in transformers: the lengths decide unless there is a factor
             given.setdefault("factor", max_position / outer)
         return cls(kind, given.pop("rope_theta"), original_max_position=outer, **given)
 
@@ -129,7 +129,7 @@ class RopeScaling:
                 )
 
     def for_length(self, max_model_len: int) -> "RopeScaling":
-        """For requests of at most ``max_model_len`` tokens: as in vLLM, one of longrope's lists serves them all."""
+        """Adapt to requests of at most ``max_model_len`` tokens: as in vLLM, all use the same list of longrope."""
         is_long = max_model_len > self.original_max_position
         beta = self.llama_4_scaling_beta if is_long else 0.0
         return replace(self, is_long=self.kind == "longrope" and is_long, llama_4_scaling_beta=beta)
@@ -144,7 +144,7 @@ class RopeScaling:
         original, scale = self.original_max_position, self.attention_factor
         if self.kind == "linear":
             return base / self.factor, 1.0
-        if self.kind == "llama3":  # as yarn, with a ramp over the rotations within the original context
+        if self.kind == "llama3":  # like yarn, with a ramp over the rotations within the original context
             rotations = original * base / (2 * math.pi)
             low, high = self.low_freq_factor, self.high_freq_factor
             kept = ((rotations - low) / (high - low)).clamp(0, 1)

@@ -33,17 +33,17 @@ INDEXES = list_of(at_least(0), "a list of layers")
 class TowerFamily(NamedTuple):
     """How the images of an architecture become tokens."""
 
-    module: str  # of transformers.models
+    module: str  # module in transformers.models
     model: str  # a class there, which has ``get_image_features``
-    mrope: str = ""  # order of the frequencies of three-dimensional positions: "interleaved", "sections"; "": none
+    mrope: str = ""  # frequency order of three-dimensional positions: "interleaved", "sections"; "": none
     section: tuple[int, ...] = ()  # default of ``mrope_section``
-    # Default of ``mm_tokens_per_image``: every image has them, and they attend each other both ways; 0: by its size.
+    # Default of ``mm_tokens_per_image``: tokens of every image, which attend to each other both ways; 0: by its size.
     num_tokens: int = 0
-    marks: tuple[str, ...] = ()  # tokens behind the rows of an image, and behind its last row
-    has_mask: bool = False  # its attention takes a mask of all patches of a call by all
+    marks: tuple[str, ...] = ()  # tokens after each row of an image, and after its last row
+    has_mask: bool = False  # its attention takes a mask between all patches of a call
     deepstack: tuple[int, ...] = ()  # default of ``deepstack_visual_indexes``; (): the family has none
-    placeholder: tuple[str, str] | None = None  # in texts: a regular expression, and the text that takes its place
-    text: str = "<|vision_start|><|image_pad|><|vision_end|>"  # of an image, for chat templates that take strings
+    placeholder: tuple[str, str] | None = None  # in texts: a regular expression, and the text that replaces a match
+    text: str = "<|vision_start|><|image_pad|><|vision_end|>"  # an image in chat templates that take strings
 
 
 TOWERS = {
@@ -95,7 +95,7 @@ class VisionConfig(NamedTuple):
 
     @classmethod
     def of(cls, config: "Config") -> "VisionConfig | None":
-        """Of an engine's checkpoint; None where that has no tower that is supported, or the user wants none."""
+        """The vision settings of an engine's checkpoint; None without a supported tower, or if the user wants none."""
         if config.language_model_only or (vision := cls.read(config.model_path, config.load_format == "dummy")) is None:
             return None
         model, section = config.model_config, vision.section
@@ -154,7 +154,7 @@ class VisionConfig(NamedTuple):
 
     @property
     def processor_options(self) -> dict[str, Any]:
-        """Options of the image processor beside the checkpoint's own."""
+        """Options of the image processor besides the checkpoint's own."""
         return {"patch_size": self.patch_size * self.merge_size} if self.family.marks else {}
 
     def grid(self, pixels: Mapping[str, Any]) -> np.ndarray:
@@ -174,7 +174,7 @@ class VisionConfig(NamedTuple):
         return np.array([1, rows, columns])
 
     def num_tokens(self, grid: np.ndarray) -> int:
-        """Of an image with ``grid`` (frames, rows, columns) of patches."""
+        """Tokens of an image with ``grid`` (frames, rows, columns) of patches."""
         return int(grid.prod()) // self.merge_size**2
 
     def layout(self, grid: np.ndarray, marks: list[int]) -> np.ndarray:
@@ -207,7 +207,7 @@ class VisionConfig(NamedTuple):
         A text's token advances all three by one, an image by its longer side. ``is_image``: bool [T].
         """
         found, at, next_position = np.empty((3, len(is_image)), np.int32), 0, 0
-        firsts = np.cumsum([0, *map(self.num_tokens, grids)])[:-1]  # of each image, among the tokens of images
+        firsts = np.cumsum([0, *map(self.num_tokens, grids)])[:-1]  # first token of each image, among image tokens
         for start, grid in zip(np.flatnonzero(is_image)[firsts].tolist(), grids, strict=True):
             frames, rows, columns = grid[0], grid[1] // self.merge_size, grid[2] // self.merge_size
             stop, text = start + self.num_tokens(grid), start - at

@@ -1,6 +1,6 @@
 """Checks the numbers that a vision tower divides by or builds layers from, before transformers sees them.
 
-Owns the rules of ``vision_config`` and of the projector's fields beside it. Knows the names in transformers' classes of
+Owns the rules of ``vision_config`` and the projector's fields next to it. Knows the names in transformers' classes of
 configuration, and none of their code. Imports neither torch nor transformers.
 """
 
@@ -33,7 +33,7 @@ OF_TOWER = by_field(
 )
 OF_PROJECTOR = by_field(
     ("projector_hidden_act", ACTIVATION),
-    ("vision_feature_layer", Rule(  # 0, which alone is falsy, transformers takes for none
+    ("vision_feature_layer", Rule(  # transformers takes 0 for none, because it is falsy
         "a layer but 0, or a list of layers",
         lambda x: x not in (0, []) and all(map(integer("").accepts, x if isinstance(x, list) else [x])),
     )),

@@ -24,7 +24,7 @@ from nanovllm.models.vision_rules import check_sizes
 from nanovllm.utils.checkpoint import LOADING_LOCK, open_tensors
 
 DUMMY_STD = 0.02
-SIZES = ("image_grid_thw", "image_sizes")  # of images, by either name
+SIZES = ("image_grid_thw", "image_sizes")  # sizes of images, under either name
 
 
 def packed_attention() -> str:
@@ -46,7 +46,7 @@ def packed_attention() -> str:
         output: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest)
         return output.unsqueeze(0), None
 
-    name = "nanovllm_flash"  # transformers gives bounds to names with "flash"
+    name = "nanovllm_flash"  # transformers passes sequence bounds to names with "flash"
     AttentionInterface.register(name, attend)
     return name
 
@@ -94,11 +94,11 @@ class VisionTower(nn.Module):
         super().__init__()
         try:
             build = tower_builder(vision, model_path, dtype)
-            with torch.device("meta"):  # without memory for weights that the checkpoint may not have
+            with torch.device("meta"):  # allocates nothing for weights that the checkpoint may not have
                 num_weights = sum(x.numel() for x in build().parameters())
         except CheckpointError:
             raise
-        except Exception as error:  # of any class: transformers reads numbers that a stranger wrote
+        except Exception as error:  # any class: transformers reads numbers that a stranger wrote
             raise CheckpointError(
                 f"config.json: transformers cannot build the vision tower ({type(error).__name__}: {error!s:.500})."
             ) from error
@@ -108,25 +108,25 @@ class VisionTower(nn.Module):
             )
         self.model = build()
         if hasattr(self.model, "visual") and dtype != torch.float32 and torch.get_default_device().type == "cuda":
-            # behind the constructor, which would look for the package flash-attn
+            # set after the constructor, which would look for the package flash-attn
             self.model.visual.config._attn_implementation = packed_attention()
         self.model.eval().requires_grad_(False)
         del self.model.language_model
         self.dtype, self._vision = dtype, vision
-        self._side = vision.patch_size * vision.merge_size  # of a token, in pixels
+        self._side = vision.patch_size * vision.merge_size  # size of a token in pixels
 
     def forward(self, images: list[dict[str, torch.Tensor]]) -> torch.Tensor:
         """Pixels of images, on the device -> features [tokens of all, (1 + deepstack layers) * C]."""
         pixels, side = [image["pixel_values"].to(self.dtype) for image in images], self._side
         if len(images) == 1 and pixels[0].shape == (1, 3, side, side):
-            return self(images * 2)[:1]  # of a single token transformers' Mistral 3 loses a dimension
+            return self(images * 2)[:1]  # transformers' Mistral 3 loses a dimension for a single token
         if pixels[0].ndim == 4:  # [1, 3, H, W]: the tower leaves out the padding by the sizes
             height, width = (max(x.shape[side] for x in pixels) for side in (2, 3))
             pixels = [F.pad(x, (0, width - x.shape[3], 0, height - x.shape[2])) for x in pixels]
         sizes = {name: torch.cat([image[name] for image in images]) for name in SIZES if name in images[0]}
         output = self.model.get_image_features(torch.cat(pixels), **sizes)
         columns = [output.pooler_output, *getattr(output, "deepstack_features", ())]
-        # of each image, or by version of transformers of all: [tokens, C]
+        # [tokens, C] for each image, or for all images in some versions of transformers
         columns = [each.flatten(0, -2) if isinstance(each, torch.Tensor) else torch.cat(each) for each in columns]
         return torch.cat(columns, dim=-1)
 

@@ -17,11 +17,11 @@ import numpy as np
 class Wanted(NamedTuple):
     """The rows of one chunk of a prefill that its readout reads."""
 
-    readout: Any  # of the kind that merges it
+    readout: Any  # a readout of the kind that merges it
     seq_id: int
-    place: int  # of its sequence in the batch
+    place: int  # place of its sequence in the batch
     rows: range  # positions in the prompt
-    offset: int  # from a position to its packed token
+    offset: int  # offset from a position to its packed token
 
 
 class ReadoutBatch:

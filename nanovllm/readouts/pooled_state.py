@@ -8,7 +8,7 @@ import numpy as np
 
 from nanovllm.readouts import Readout, ReadoutBatch, Wanted
 
-# kind of pooling -> the positions of a prompt of n tokens whose hidden states are added up
+# kind of pooling -> positions whose hidden states are added up, in a prompt of n tokens
 POOLING: dict[str, Callable[[int], tuple[int, int]]] = {
     "last": lambda n: (n - 1, n),
     "cls": lambda n: (0, 1),
@@ -22,11 +22,11 @@ class PooledRows(ReadoutBatch):
 
     kind: ClassVar[str] = "pooled_state"
     seq_ids: list[int]  # [P]
-    sizes: np.ndarray  # int32 [P], tokens of each
-    # int32 [sum(sizes)], packed tokens; or sequences of the batch, whose last token it is
+    sizes: np.ndarray  # int32 [P], tokens of each sequence
+    # int32 [sum(sizes)], packed tokens; or sequences of the batch, whose last tokens are read
     rows: np.ndarray
     num_last: int
-    needs_every_state: bool  # else rows are sequences
+    needs_every_state: bool  # whether rows are packed tokens; else they are sequences
 
     def arrays(self) -> dict[str, np.ndarray]:
         if self.needs_every_state:
@@ -46,7 +46,7 @@ class PooledState(Readout):
         first, end = POOLING[pooling](num_tokens)
         super().__init__(first, end)
         self._num_pooled, self._is_last = end - first, pooling == "last"
-        self._sum: np.ndarray | None = None  # so far, fp32 [C]
+        self._sum: np.ndarray | None = None  # sum so far, fp32 [C]
 
     def takes_last(self, stop: int) -> bool:
         return self._is_last and stop == self._end

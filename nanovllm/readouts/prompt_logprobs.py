@@ -24,8 +24,8 @@ class ScoredRows(ReadoutBatch):
     seq_ids: list[int]
     sizes: list[int]  # tokens of each sequence
     rows: np.ndarray  # int32 [sum(sizes)], packed tokens whose logits are scored
-    token_ids: np.ndarray  # int32 [sum(sizes)], the tokens that they are scored against
-    num_top: int  # most alternatives that one of the sequences wants; -1: all
+    token_ids: np.ndarray  # int32 [sum(sizes)], the tokens that the rows score
+    num_top: int  # most alternatives that a sequence wants; -1: all
 
     def arrays(self) -> dict[str, np.ndarray]:
         return {"target_rows": self.rows, "target_ids": self.token_ids}
@@ -43,7 +43,7 @@ class PromptLogprobs(Readout):
 
     Args:
         token_ids: int32 [n], the tokens after positions first, ..., first + n - 1.
-        num_top: most probable alternatives reported beside each; -1: all.
+        num_top: most probable alternatives reported with each; -1: all.
         before: ids of tokens before these, where a character of several tokens may begin.
 
     Attributes:
@@ -77,7 +77,7 @@ class PromptLogprobs(Readout):
         )
 
     def take_in(self, values: np.ndarray) -> None:
-        # trimmed here: the prompt's next chunk may run beside requests that want fewer
+        # trimmed here, because the prompt's next chunk may run with requests that want fewer
         self.chunks.append(trimmed(values, self.num_top))
 
     def output_fields(self, texts: Texts | None) -> dict[str, Any]:

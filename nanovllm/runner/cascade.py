@@ -20,16 +20,16 @@ from nanovllm.runner.request_state import RequestState
 from nanovllm.sampling.feature import Arrays, Tensors
 
 CASCADE = "cascade decode"  # kind of graph
-MIN_MEMBERS = 8  # of a group
-# Tokens that a layer need not read, thanks to all groups: 64 MB with 8 KV heads of 128 in 16 bits, 15 us.
+MIN_MEMBERS = 8  # smallest group
+# Reads of tokens that all groups together save a layer: 64 MB with 8 KV heads of 128 in 16 bits, 15 us.
 MIN_SAVED_TOKENS = 16_384
-MAX_BRANCHINGS = 64  # of prefixes on the way to a group
+MAX_BRANCHINGS = 64  # branchings of prefixes on the way to a group
 
 Group = tuple[np.ndarray, int]  # batch positions of the members, and how many tokens they share
 
 
 def find_groups(tables: np.ndarray, block_size: int) -> list[Group]:
-    """The groups of a batch. ``tables`` int32 [B, max_blocks]: block tables, -1 behind the full blocks."""
+    """The groups of a batch. ``tables`` int32 [B, max_blocks]: block tables, -1 after the full blocks."""
     groups, num_saved = _divide(tables, block_size, np.arange(len(tables)), 0, MAX_BRANCHINGS)
     return groups if num_saved >= MIN_SAVED_TOKENS else []
 
@@ -49,7 +49,7 @@ def _divide(tables: np.ndarray, block_size: int, members: np.ndarray, depth: int
         for block_id in block_ids[(counts >= MIN_MEMBERS) & (block_ids >= 0)].tolist():
             branch = members[rows[:, num_more] == block_id]
             found, saved = _divide(tables, block_size, branch, depth, branchings - 1)
-            if saved > len(branch) * num_tokens:  # more than as members of this group
+            if saved > len(branch) * num_tokens:  # saves more than as members of this group
                 groups += found
                 num_saved += saved
     if groups:
@@ -119,7 +119,7 @@ class Cascade(Part):
     def prepare(self, batch: Batch, arrays: Arrays) -> None:
         """Host: group the next decode batch, and put the changes for the device into ``arrays``."""
         if isinstance(batch, PrefillBatch):
-            if len(batch.new):  # request slots have got new owners: the next batch is grouped anew
+            if len(batch.new):  # request slots have new owners: the next batch is grouped anew
                 self._req_indices = np.empty(0, np.int32)
             return
         if batch.num_rows > 1:

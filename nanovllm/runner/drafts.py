@@ -1,6 +1,6 @@
 """Verify steps: B sequences with Q rows each, their last token and a draft (``engine/speculation/``).
 
-The tokens of a draft have rows of their own in the request state, behind the padding slot: copies of their request's
+The tokens of a draft have rows of their own in the request state, after the padding slot: copies of their request's
 row, further on by 1, 2, ... tokens. So they are prepared, computed and sampled like requests; dead ones have length 0.
 """
 
@@ -53,7 +53,7 @@ class Drafts(Part):
     def __init__(self, state: RequestState, num_tokens: int):
         self._state, self._num_tokens = state, num_tokens
         self._first = state.padding_req_idx + 1
-        # sampling overwrites the last tokens of the draft rows, so as many rows behind them keep the drafts
+        # sampling overwrites the last tokens of the draft rows, so the same number of rows after them keeps the drafts
         self._tokens = state.last_token[self._first + num_tokens :]
         rows = np.arange(self._first, self._first + num_tokens, dtype=np.int32)
         self._places = np.concatenate([*state.places(rows), state.places(rows + num_tokens)[0]])
@@ -85,7 +85,7 @@ class Drafts(Part):
         table[self._first :][: len(owners), 2:] = table[:, 2:].index_select(0, owners)
 
     def accept(self, rows: torch.Tensor, num_rows: int) -> None:
-        """Device: move each request behind the correct tokens of its draft, once every row has sampled; see
+        """Device: move each request past the correct tokens of its draft, once every row has sampled; see
         ``VerifyBatch.num_accepted``."""
         state, rows = self._state, rows.view(-1, num_rows).long()
         tokens, is_live = state.last_token[rows], state.length[rows[:, 1:]] > 0

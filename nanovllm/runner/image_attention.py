@@ -18,8 +18,8 @@ from nanovllm.models.decoder import CausalLM
 class Block(NamedTuple):
     """An image in a prefill, or the end of one whose beginning is cached."""
 
-    place: int  # of its sequence in the batch
-    first: int  # of its tokens among the packed ones
+    place: int  # place of its sequence in the batch
+    first: int  # its first token among the packed ones
     start: int  # positions [start, stop) in the sequence
     stop: int
 
@@ -37,7 +37,7 @@ def blocks_of(batch: PrefillBatch, rows: np.ndarray, positions: np.ndarray) -> l
 class BlockAttention:
     """A backend's attention, causal but for blocks: their tokens attend all of the block, too.
 
-    A window leaves out keys before a token, and none behind it.
+    A window leaves out keys before a token, and none after it.
     """
 
     def __init__(self, backend: AttentionBackend, blocks: list[Block]):

@@ -1,6 +1,6 @@
 """Images on one rank: the tower, the features of a prefill, and rotary positions in three dimensions.
 
-A prefill with images replaces the embeddings of their tokens by features, and adds further ones behind the first
+A prefill with images replaces the embeddings of their tokens by features, and adds further ones after the first
 layers, by hooks that are there during this launch alone. Rank 0 has the tower; a sum over ranks takes the features to
 the others. Three-dimensional positions of image tokens get rows of their own at the end of the tables of RoPE. A text
 behind images has plain positions with a shift, which its decode steps add, too.
@@ -31,7 +31,7 @@ from nanovllm.runner.part import Launcher, Part, Rank, Step
 from nanovllm.runner.request_state import RequestState
 from nanovllm.sampling.feature import Arrays, Tensors
 
-MAX_PATCHES = 65536  # that the tower takes at once, unless one image has more: 1 to 3 GiB of activations
+MAX_PATCHES = 65536  # patches per call of the tower, unless one image has more: 1 to 3 GiB of activations
 UNKNOWN = np.iinfo(np.int32).min  # a shift on the device after an interrupted step
 
 
@@ -50,9 +50,9 @@ class VisionPart(Part):
         self._shifts_on_host = np.zeros(rank.config.max_num_seqs + 1, np.int32)
         self._first_row = rank.config.model_config.max_position_embeddings - rank.config.max_num_batched_tokens
         self._axes = torch.from_numpy(vision.axes()).to(rank.device) if vision.section else None
-        self._features: torch.Tensor | None = None  # of the batch that is launched
-        self._blocks: list[Block] = []  # of it, whose tokens attend each other both ways
-        self._cut: dict[bytes, torch.Tensor] = {}  # features of an image whose last tokens come with the next chunk
+        self._features: torch.Tensor | None = None  # features of the images in the batch being launched
+        self._blocks: list[Block] = []  # its images, whose tokens attend to each other both ways
+        self._cut: dict[bytes, torch.Tensor] = {}  # features of an image whose last tokens are in the next chunk
         self.launchers: tuple[Launcher, ...] = (VisionLauncher(state.block_tables, self),)
 
     @classmethod
@@ -125,7 +125,7 @@ class VisionPart(Part):
 
     @property
     def _most_tokens(self) -> int:
-        """Of images that the tower takes at once."""
+        """Most image tokens that the tower takes at once."""
         config, num_patches = self._rank.config, MAX_PATCHES // (4 if self._vision.family.has_mask else 1)
         return min(num_patches // self._vision.merge_size**2, max(config.max_num_batched_tokens, config.max_model_len))
 
@@ -151,13 +151,13 @@ class VisionPart(Part):
         if "rope_rows" in tensors:
             self._write_rope_rows(model, tensors["image_positions"].view(3, -1))
             context = replace(context, rope_rows=tensors["rope_rows"])
-        if self._features is None:  # of this chunk all is text
+        if self._features is None:  # this chunk is all text
             return model(input_ids, context)
         with replaced(model, tensors["image_rows"].long(), self._features), attending_both_ways(model, self._blocks):
             return model(input_ids, context)
 
     def _write_rope_rows(self, model: CausalLM, positions: torch.Tensor) -> None:
-        """Put cosines and sines of image tokens with these positions, [3, n], behind the others."""
+        """Put cosines and sines of image tokens with these positions, [3, n], after the others."""
         config, stop = self._rank.config.model_config, self._first_row + positions.shape[1]
         if not positions.numel():
             return
@@ -177,7 +177,7 @@ class VisionPart(Part):
     # ---------------------------------------------------------------- memory
 
     def reserved_bytes(self, model: CausalLM) -> int:
-        """Of the tower on as many patches as it takes at once, and of the features of a launch."""
+        """Bytes for the tower on the most patches that it takes at once, and for the features of a launch."""
         if self._rank.device.type == "cpu":
             return 0
         config = self._rank.config
@@ -212,7 +212,7 @@ class VisionLauncher(PrefillLauncher):
 
 
 class ShiftedInputs(DecodeInputs):
-    """Inputs of decode steps with the rotary positions of texts behind images."""
+    """Inputs of decode steps with the rotary positions of texts after images."""
 
     def __init__(self, inputs: DecodeInputs, shifts: torch.Tensor):
         vars(self).update(vars(inputs))
@@ -264,11 +264,11 @@ def groups(rows: list[ImageRows], max_tokens: int) -> Iterator[list[ImageRows]]:
 
 @contextmanager
 def replaced(model: CausalLM, rows: torch.Tensor, features: torch.Tensor) -> Iterator[None]:
-    """Within, the embeddings of tokens ``rows`` are features, [n, C], and further ones are added behind layers."""
+    """Within, the embeddings of tokens ``rows`` are features, [n, C], and further ones are added after layers."""
     of_embedding, *of_layers = features.split(model.config.hidden_size, dim=-1)
 
     def add(values: torch.Tensor, module: Any, args: Any, residual: Any) -> None:
-        # of SplitKPartials the sum is still to come, and the order of additions is free
+        # SplitKPartials are yet to be summed, and the order of additions is free
         getattr(residual, "residual", residual).index_add_(0, rows, values)
 
     def put(module: Any, args: Any, embeddings: torch.Tensor) -> torch.Tensor:

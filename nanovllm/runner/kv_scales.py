@@ -24,7 +24,7 @@ from nanovllm.runner.part import Part, Rank, one_sequence
 logger = logging.getLogger("nanovllm")
 
 CALIBRATION_TOKENS = 256
-HEADROOM = 8  # the largest value that was measured is stored as 28 to 56, of 448
+HEADROOM = 8  # the largest measured value is stored as 28 to 56, out of 448
 
 
 def select_kv_dtype(config: Config, dtype: torch.dtype, device: torch.device) -> torch.dtype:

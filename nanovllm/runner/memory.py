@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from nanovllm.runner.launchers import DecodeLauncher
 
 CPU_KV_CACHE_BYTES = 2 << 30  # modest: other programs need the host's memory
-GRAPH_BYTES = 2 << 20  # device memory of one captured graph besides its activations (measured)
-BLOCKS_AT_ONCE = 64  # copied through a buffer: 32 MiB for blocks of 256 tokens, 8 KV heads of 128
+GRAPH_BYTES = 2 << 20  # device memory per captured graph, without its activations (measured)
+BLOCKS_AT_ONCE = 64  # blocks copied through a buffer: 32 MiB for blocks of 256 tokens, 8 KV heads of 128
 GIB = 1 << 30
 
 
@@ -36,7 +36,7 @@ def block_bytes(model: nn.Module, block_size: int, dtype: torch.dtype) -> int:
 
 
 def cache_bytes(config: Config, device: torch.device, bytes_per_block: int, reserved_bytes: int) -> int:
-    """Compute the bytes for the KV cache beside weights and ``reserved_bytes`` of activations; may be negative."""
+    """Compute the bytes for the KV cache next to weights and ``reserved_bytes`` of activations; may be negative."""
     if device.type == "cpu":
         blocks_of_one_seq = -(-config.max_model_len // config.kvcache_block_size)
         return max(CPU_KV_CACHE_BYTES, blocks_of_one_seq * bytes_per_block)
@@ -76,7 +76,7 @@ def detach_kv_cache(model: nn.Module) -> None:
 
 def copy_blocks(kv_cache: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor) -> None:
     """In every layer of the KV cache, block copy_to[i] becomes a copy of block copy_from[i]; int64 [n] each."""
-    as_bytes = kv_cache.view(torch.uint8) if kv_cache.itemsize == 1 else kv_cache  # torch copies no e4m3 by index
+    as_bytes = kv_cache.view(torch.uint8) if kv_cache.itemsize == 1 else kv_cache  # torch cannot copy e4m3 by index
     for start in range(0, len(copy_to), BLOCKS_AT_ONCE):
         chunk = slice(start, start + BLOCKS_AT_ONCE)
         for cache in as_bytes.flatten(0, 1):

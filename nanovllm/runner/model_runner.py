@@ -27,8 +27,8 @@ class StepResult(NamedTuple):
     """Results of a step on the host."""
 
     token_ids: np.ndarray  # int32 [B], in the order of the batch; [B, Q] where each sequence has Q rows
-    logprobs: np.ndarray | None  # of each, packed as by ``token_logprobs``; None if no request wants them
-    readouts: tuple[np.ndarray, ...]  # of the batch's ``readouts``
+    logprobs: np.ndarray | None  # packed by ``token_logprobs``, one row a token; None if no request wants them
+    readouts: tuple[np.ndarray, ...]  # results of the batch's ``readouts``
 
 
 class StepHandle:
@@ -36,7 +36,7 @@ class StepHandle:
 
     def __init__(self, rows: np.ndarray, workers: Workers | None, sampled_tokens: torch.Tensor,
                  event: torch.cuda.Event | None = None, logprobs: torch.Tensor | None = None, *readouts: torch.Tensor):
-        self._rows = rows  # of sampled_tokens
+        self._rows = rows  # rows of sampled_tokens to return
         self._sampled_tokens, self._event, self._workers = sampled_tokens, event, workers
         self._logprobs, self._readouts = logprobs, readouts
 
@@ -58,7 +58,7 @@ class Computed(NamedTuple):
     step: Step
     launcher: Launcher
     hidden: torch.Tensor  # [>= num_sampled, C]
-    readouts: list[torch.Tensor]  # of the batch's
+    readouts: list[torch.Tensor]  # results of the batch's readouts
 
 
 class ModelRunner:
@@ -93,8 +93,8 @@ class ModelRunner:
         self.step_threads = step_threads(rank.config.model_config, rank.device, rank.tp.size)
         self.kv_cache: torch.Tensor | None = None
         self.graphs: CUDAGraphs | None = None
-        self._computed: Computed | None = None  # by ``forward``, until ``sample``
-        self._process: Process | None = None  # on rank 0, of the step that is sampled
+        self._computed: Computed | None = None  # set by ``forward`` for ``sample``
+        self._process: Process | None = None  # on rank 0, for the step being sampled
         self._last_handle: StepHandle | None = None
         self._owner = os.getpid()
 
@@ -158,7 +158,7 @@ class ModelRunner:
             part.finish(batch, tensors)
         compute = [(self.readers[each.kind], each) for each in batch.readouts]
         readouts = [one(each, hidden, every, tensors, self.model) for one, each in compute]
-        if "sampled_from" in tensors:  # completions are forked, or some of these are not sampled
+        if "sampled_from" in tensors:  # completions are forked, or some of these sequences are not sampled
             hidden = hidden[tensors["sampled_from"].long()]
         self._computed = Computed(step, launcher, hidden, readouts)
 
@@ -196,7 +196,7 @@ class ModelRunner:
             self.sampler.write(to_device(arrays, self.device))
         graph = launcher.sample_graph(batch)
         if graph is not None and not used and self.graphs is not None:
-            self.graphs.replay(graph, len(hidden) // batch.num_rows)  # as padded as the forward pass
+            self.graphs.replay(graph, len(hidden) // batch.num_rows)  # padded like the forward pass
         elif n:
             req_indices = launcher.rows(step)[:n]
             _, logprobs = self.sampler(self.model.compute_logits(hidden[:n]), req_indices, used)

@@ -15,7 +15,7 @@ from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.models.packed_config import OTHERS, merged_name
 
-MAX_BYTES = 4 << 30  # of weights that are copied: other programs need the host's memory
+MAX_BYTES = 4 << 30  # limit for copied weights: other programs need the host's memory
 
 
 def pack_weights(model: nn.Module) -> None:

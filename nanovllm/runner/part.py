@@ -1,6 +1,6 @@
 """The seams of a rank's runner: parts and launchers; and ``Equipment``, which holds all that the factory has chosen.
 
-A ``Part`` keeps something on the device beside model and requests. A ``Launcher`` is a way to run a forward pass; the
+A ``Part`` keeps something on the device besides model and requests. A ``Launcher`` is a way to run a forward pass; the
 runner takes the first of its list that takes the batch.
 """
 
@@ -34,10 +34,10 @@ class Rank:
     config: Config
     tp: TPGroup
     device: torch.device
-    dtype: torch.dtype  # to compute in
-    kv_dtype: torch.dtype  # of the KV cache
+    dtype: torch.dtype  # dtype of computations
+    kv_dtype: torch.dtype  # dtype of the KV cache
     backend: AttentionBackend
-    ops: SimpleNamespace  # kernels, or on a CPU their references
+    ops: SimpleNamespace  # kernels, or their references on a CPU
 
     @property
     def use_graphs(self) -> bool:
@@ -115,11 +115,11 @@ class Launcher:
 
 
 class Part:
-    """Something on the device beside model and requests. A batch that does not use it pays nothing.
+    """Something on the device besides model and requests. A batch that does not use it pays nothing.
 
     Attributes:
         launchers: the ways to run a batch that it brings along.
-        module: its part of the checkpoint beside the decoder, with the names of its tensors there; loaded, updated and
+        module: its part of the checkpoint besides the decoder, with the names of its tensors there; loaded, updated and
             put to sleep like the decoder.
         num_rows: rows of device memory that it shares with the KV cache, the same on every rank.
     """
@@ -137,7 +137,7 @@ class Part:
 
     @classmethod
     def num_request_rows(cls, rank: Rank) -> int:
-        """Rows that it needs in the request state, behind the padding slot."""
+        """Rows that it needs in the request state, after the padding slot."""
         return 0
 
     @classmethod
@@ -163,7 +163,7 @@ class Part:
     # ---------------------------------------------------------------- memory
 
     def reserved_bytes(self, model: CausalLM) -> int:
-        """Device memory beside the KV cache."""
+        """Device memory that it needs besides the KV cache."""
         return 0
 
     def share(self, model: CausalLM, num_bytes: int) -> int:

@@ -30,7 +30,7 @@ from nanovllm.runner.request_state import RequestState
 from nanovllm.sampling.features import COLUMNS, make_features
 from nanovllm.sampling.sampler import Sampler
 
-# In this order they take in a batch, and their launchers are asked.
+# Parts take in a batch in this order, and their launchers are asked in it.
 PARTS: tuple[type[Part], ...] = (
     BlockCopies,
     VisionPart,
@@ -58,7 +58,7 @@ def equip(config: Config, tp: TPGroup) -> Equipment:
     sampler = Sampler(state, tp, make_features(state, max_model_len, model.vocab_size, processed))
     inputs = DecodeInputs(state, config.kvcache_block_size, max_model_len, rank.ops)
     decode = DecodeLauncher(inputs, sampler, decode_sizes(R) if model.has_lm_head else [])
-    # parts that this engine cannot need are not asked
+    # skips parts that this engine cannot need
     parts = [part for kind in PARTS if (part := kind.make(rank, state, decode)) is not None]
     launchers: list[Launcher] = [*(each for part in parts for each in part.launchers), decode]
     if rank.use_graphs:

@@ -26,15 +26,15 @@ from nanovllm.sampling.feature import Arrays, Tensors
 
 PADDED = "padded prefill"  # kind of graph
 PADDED_SIZES = (32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
-MIN_SEQS = 16  # sequences of the smallest size
+MIN_SEQS = 16  # sequences at the smallest size
 SMALL_SIZE = 256  # tokens: no device computes a layer slower than the host launches it
-# Query tokens of one sequence: the grid of the Triton attention kernel is sized for it, whatever the sequences have.
+# Query tokens of one sequence: they set the grid of the Triton attention kernel, however long the sequences are.
 MAX_PADDED_SEQLEN = 512
-# The same sum: beyond, attention alone takes as long as the host. Its kernel for Hopper has larger tiles for sequences
-# of LARGE_TILES_SEQLEN query tokens and more that are not cut (prefill_sm90.py).
+# Sum of the tokens' positions: above it attention alone takes as long as the host. Hopper's kernel has larger tiles for
+# uncut sequences of LARGE_TILES_SEQLEN query tokens and more (prefill_sm90.py).
 MAX_PADDED_CONTEXTS = 1 << 24
 LARGE_TILES_SEQLEN = 1024
-# Tokens times a rank's weights of a layer. An H200 computes so many in the time in which a host launches the kernels.
+# Tokens times a rank's weights of a layer: as many as an H200 computes while a host launches the layer's kernels.
 MAX_LAYER_WORK = 9 << 34
 
 
@@ -42,7 +42,7 @@ class PrefillSizes(NamedTuple):
     """Captured sizes, ascending. None at all: every prefill is launched kernel by kernel.
 
     Attributes:
-        sizes: tokens, and the sequences that they may belong to; a multiple of 4, which aligns the arrays behind.
+        sizes: tokens, and the sequences that they may belong to; a multiple of 4, which aligns the next arrays.
         padding_req_idx: the padding request slot.
     """
 
@@ -53,9 +53,9 @@ class PrefillSizes(NamedTuple):
     def of(cls, config: Config, backend: AttentionBackend, has_peers: bool = False,
            max_work: int = MAX_LAYER_WORK) -> "PrefillSizes":
         """``has_peers``: sums over ranks go through peer memory; prefills with NCCL's are not captured."""
-        limit = 2 * config.max_num_batched_tokens  # larger ones: nothing needs them
+        limit = 2 * config.max_num_batched_tokens  # no batch needs larger ones
         work = layer_weights(config.model_config) // config.tensor_parallel_size
-        # Beyond a small size, sums over more than two ranks do not all go through peer memory.
+        # Sums over more than two ranks go through peer memory only up to a small size.
         captures_sums = config.tensor_parallel_size == 1 or (config.tensor_parallel_size == 2 and has_peers)
         sizes = [
             size for size in PADDED_SIZES if backend.captures_prefill and size < max(limit, PADDED_SIZES[0] + 1)
@@ -89,7 +89,7 @@ def max_layer_work(devices: Iterable, has_fp8: bool) -> int:
     capabilities = [torch.cuda.get_device_capability(device) for device in devices]
     if any(capability[0] not in (9, 10) for capability in capabilities):  # not Hopper, Blackwell of a data centre
         return MAX_LAYER_WORK // 4  # an A100 has a third of an H200's rate
-    # only there FP8 weights are multiplied in e4m3, in half the time
+    # only Hopper multiplies FP8 weights in e4m3, in half the time
     return MAX_LAYER_WORK * (2 if has_fp8 and set(capabilities) == {(9, 0)} else 1)
 
 
@@ -100,7 +100,7 @@ def most_seqs(size: int, config: Config) -> int:
 
 
 def aligned(length: int) -> int:
-    """Of an array of int32 behind which another one begins at a multiple of 16 bytes."""
+    """Length of an int32 array after which the next one begins at a multiple of 16 bytes."""
     return -(-length // 4) * 4
 
 
@@ -121,8 +121,8 @@ def as_padded_prefill(arrays: Arrays, size: int, num_seqs: int, padding_req_idx:
     """
     cu_seqlens_q = arrays["cu_seqlens_q"]
     starts, ends, num_parts = cu_seqlens_q[:-1], cu_seqlens_q[1:], num_parts_of(cu_seqlens_q)
-    stops = np.cumsum(num_parts)  # of each sequence's parts
-    seq = np.repeat(np.arange(len(starts)), num_parts)  # of each part
+    stops = np.cumsum(num_parts)  # end of each sequence's parts
+    seq = np.repeat(np.arange(len(starts)), num_parts)  # sequence of each part
     nth = np.arange(1, len(seq) + 1) - (stops - num_parts)[seq]
     part_ends = np.minimum(starts[seq] + nth * MAX_PADDED_SEQLEN, ends[seq])
     return {
@@ -138,7 +138,7 @@ def as_padded_prefill(arrays: Arrays, size: int, num_seqs: int, padding_req_idx:
 
 
 class PrefillGraphs(Launcher):
-    """Prefills that fit a captured size. Their arrays lie one behind the other from a fixed address on.
+    """Prefills that fit a captured size. Their arrays are contiguous from a fixed address on.
 
     Args:
         sizes: of the graphs.
@@ -153,7 +153,7 @@ class PrefillGraphs(Launcher):
         # Zeros: warm-up runs the embedding, which needs valid ids.
         self.buffer = torch.zeros(max(num_ints, default=0), dtype=torch.int32, device=block_tables.device)
         self._block_tables, self._max_context = block_tables, max_context
-        self.size: int | None = None  # of the batch that it has taken last
+        self.size: int | None = None  # captured size for the last batch taken
 
     @classmethod
     def of(cls, rank: Rank, state: RequestState, parts: ListLike[Part]) -> "PrefillGraphs":

@@ -25,9 +25,9 @@ from nanovllm.runner.prefill_graphs import aligned, pad
 from nanovllm.runner.request_state import RequestState
 from nanovllm.sampling.feature import Arrays, Tensors
 
-MAX_SHARE = 0.5  # of the memory that weights leave, for the rows of request slots
-SNAPSHOT_SHARE = 0.1  # of the KV cache's memory, for snapshots
-ROWS_AT_ONCE = 2  # copied through a buffer: 100 MiB for a model of 9 B parameters
+MAX_SHARE = 0.5  # share of the memory that weights leave, for the rows of request slots
+SNAPSHOT_SHARE = 0.1  # share of the KV cache's memory, for snapshots
+ROWS_AT_ONCE = 2  # rows copied through a buffer: 100 MiB for a model of 9 B parameters
 
 
 class RecurrentStates(Part):
@@ -127,7 +127,7 @@ class RecurrentStates(Part):
         return dict(zip(CHUNK_ARRAYS, lengths, strict=True))
 
     def pad(self, arrays: Arrays, num_tokens: int, num_seqs: int) -> bool:
-        """Empty sequences and chunks behind the others."""
+        """Append empty sequences and chunks."""
         values = [arrays[name] for name in CHUNK_ARRAYS]
         if len(values[5]) > most_chunks(num_tokens, num_seqs):
             return False

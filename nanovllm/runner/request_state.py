@@ -24,7 +24,7 @@ class RequestState:
         device: of the buffer.
         columns: name -> numpy dtype of the sampling columns. A row has its last token, its length, these columns, and
             its block table.
-        num_more: D, rows behind the padding slot, see drafts.py.
+        num_more: D, rows after the padding slot, see drafts.py.
 
     Attributes:
         batch_req_indices: int32 [R], batch position -> request slot; the padding slot beyond the batch.
@@ -68,7 +68,7 @@ class RequestState:
 
     def reset(self) -> None:
         """Forget the device's batch: an interrupted step may have reached it, or not."""
-        self._batch_req_indices = np.full(self.max_num_seqs, -1, np.int32)  # as on the device; -1 unknown
+        self._batch_req_indices = np.full(self.max_num_seqs, -1, np.int32)  # the same as on the device; -1: unknown
 
     def add(self, new: NewSequences, rows: np.ndarray, arrays: Arrays) -> None:
         """Host: sequences have got request slots. ``rows`` [n]: structured, of type ``row``, the sampling columns

@@ -93,7 +93,7 @@ def compile_kernels(runner: ModelRunner) -> None:
     for launcher in runner.launchers:
         launcher.compile(model)
     longest = config.max_num_batched_tokens
-    if not runner.rank.backend.capturable:  # references: these need whole contexts
+    if not runner.rank.backend.capturable:  # references, which need whole contexts
         longest = min(longest, config.max_model_len)
     for num_tokens in (n for n in reversed(WARMUP_SIZES) if n <= longest):
         ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
@@ -122,14 +122,14 @@ def warmup_model(runner: ModelRunner) -> int:
     ids = torch.zeros(num_tokens, dtype=torch.int32, device=runner.device)
     tensors, block_tables = one_sequence(runner.rank, runner.parts, num_tokens), runner.request_state.block_tables
     hidden = runner.model(ids, Context(ids, ids - 1, ids[:1], ids[:1], block_tables, num_tokens, tensors=tensors))
-    # The most memory: with several ranks, filters gather the logits.
+    # This takes the most memory: with several ranks, filters gather the logits.
     runner.decode.sample(runner.model, hidden[:num_seqs], runner.sampler.compiled_at_start)
     torch.cuda.synchronize()
     prefill_peak = torch.cuda.max_memory_allocated() - before
     del hidden
     if not runner.rank.use_graphs:
         return prefill_peak
-    # Graphs keep their activations; estimate the largest ones' from the prefill's, in proportion to tokens.
+    # Graphs keep their activations; the largest graph's are estimated from the prefill's, in proportion to tokens.
     num_graphs = sum(each.num_graphs() for each in runner.launchers)
     largest = max(each.most_tokens() for each in runner.launchers)
     graph_peak = num_graphs * memory.GRAPH_BYTES + prefill_peak * (num_seqs + largest) // num_tokens

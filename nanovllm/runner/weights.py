@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 Source = str | os.PathLike | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 TAGS = "weights", "kv_cache"
-# Pinned memory is handed out in powers of two. In pieces of this size little of it is lost.
+# Pinned memory is allocated in powers of two, so pieces of this size waste little of it.
 CHUNK_BYTES = 64 << 20
-BUCKET_BYTES = 512 << 20  # of tensors on their way to the other ranks
+BUCKET_BYTES = 512 << 20  # bytes of tensors on their way to the other ranks
 ALIGNMENT = 64  # bytes
 
 
@@ -41,14 +41,14 @@ class Weights:
     """Sleep, wake-up and update of a rank's weights. Rank 0's is asked by the engine; its ``call`` runs all ranks'."""
 
     def __init__(self, runner: "ModelRunner"):
-        self._runner = weakref.proxy(runner)  # in a cycle a failed start would keep its memory until the next full GC
-        self.sleeping: set[str] = set()  # tags of what is not in the device's memory
+        self._runner = weakref.proxy(runner)  # in a cycle, a failed start would keep its memory until the next full GC
+        self.sleeping: set[str] = set()  # tags that are not in the device's memory
         # On rank 0, by their names in the checkpoint:
         self.missing: dict[str, str] = {}  # weights to be given before the engine can run, and why
         self.changed: set[str] = set()  # weights that are not the checkpoint's
         self.lora: str | None = None  # the adapter that is merged into them, as it was given
         self._is_unsettled = False
-        # of parameters and buffers, by its address: storage, size in bytes, its bytes on the host (none if dropped)
+        # address of a parameter or buffer -> storage, size in bytes, its bytes on the host (none if dropped)
         self._offloaded: dict[int, tuple[torch.UntypedStorage, int, list[torch.Tensor]]] = {}
 
     def require_ready(self) -> None:
@@ -61,7 +61,7 @@ class Weights:
                 f"{self.missing[some[0]]}: {len(self.missing)} tensors are missing, among them {', '.join(some)}. Call "
                 "update_weights with all of them first."
             )
-        if self._is_unsettled:  # once for all the updates before, which may be of a tensor each
+        if self._is_unsettled:  # once for all the updates before, each of which may be a single tensor
             self.call("settle")
             self._is_unsettled = False
 
@@ -178,7 +178,7 @@ class Weights:
 
     @torch.inference_mode()
     def settle(self) -> None:
-        """Every rank: forget what the old weights have computed, pack the new ones, and measure the scales of an FP8 KV
+        """Every rank: forget results of the old weights, pack the new ones, and measure the scales of an FP8 KV
         cache, which is empty now.
         """
         runner = self._runner
@@ -245,7 +245,7 @@ class Weights:
         modules = (self._runner.model, *extra_modules(self._runner.parts))
         for tensor in (tensor for module in modules for tensor in (*module.parameters(), *module.buffers())):
             storage, keeps = tensor.untyped_storage(), keep or not isinstance(tensor, torch.nn.Parameter)
-            if storage.nbytes() > 0:  # else it is tied, or offloaded before
+            if storage.nbytes() > 0:  # else it is tied, or was offloaded before
                 chunks = to_host(storage) if keeps else []
                 self._offloaded[storage._cdata] = storage, storage.nbytes(), chunks
                 storage.resize_(0)
@@ -270,7 +270,7 @@ def free_cached_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     elif sys.platform == "linux":
-        with suppress(AttributeError):  # a function of glibc, which keeps freed pages of tensors below 32 MiB
+        with suppress(AttributeError):  # only glibc has this function, and it keeps freed pages of tensors below 32 MiB
             ctypes.CDLL(None).malloc_trim(0)
 
 

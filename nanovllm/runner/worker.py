@@ -46,7 +46,7 @@ def start_runner(config: Config) -> "ModelRunner":
                 workers.wait_for("ready")
     except BaseException:
         if workers is not None:
-            workers.dismiss(kill=True)  # while they start they read no message
+            workers.dismiss(kill=True)  # workers read no messages while they start
             workers.join()
             if workers.tp is not None:
                 workers.tp.close()
@@ -61,7 +61,7 @@ def announce(line: str) -> None:
     """Log at INFO. Where nobody has configured logging, which then drops INFO, print to stderr instead."""
     if LOGGER.hasHandlers():
         LOGGER.info(line)
-    elif LOGGER.level <= logging.INFO and sys.stderr is not None:  # for None it would print to stdout
+    elif LOGGER.level <= logging.INFO and sys.stderr is not None:  # with None it would print to stdout
         print(line, file=sys.stderr, flush=True)
 
 

@@ -143,7 +143,7 @@ def open_tensors(file: Path, framework: str, device: str = "cpu") -> Any:
 
 
 def tensor_names(file: Path) -> list[str]:
-    """Of the tensors of a safetensors file; none where it is damaged, which its loading reports."""
+    """Names of the tensors in a safetensors file; none if it is damaged, which loading it reports."""
     from safetensors import SafetensorError
 
     try:

@@ -12,10 +12,10 @@ import numpy as np
 
 from nanovllm.outputs import Logprob, LogprobsAt
 
-# text and bytes of each token id, decoded alone; {} without a tokenizer. A part of a character has bytes without text
+# text and bytes of each token id, decoded alone; {} without a tokenizer. Part of a character has bytes but no text
 Texts = Callable[[set[int]], Mapping[int, tuple[str, bytes]]]
 UNKNOWN = None, None
-MAX_BEFORE = 3  # tokens before a list that may hold the begin of its first character: UTF-8 has up to four bytes
+MAX_BEFORE = 3  # tokens before a list that may hold the start of its first character: UTF-8 has up to four bytes
 
 
 def trimmed(rows: np.ndarray, num_logprobs: int) -> np.ndarray:

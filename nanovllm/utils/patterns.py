@@ -6,7 +6,7 @@ Owns the process that they run in: backtracking may take for ever, inside one ca
 import json
 import sys
 
-SECONDS = 10.0  # for all patterns of a file; thousands of names take a fraction of one
+SECONDS = 10.0  # limit for all patterns of a file; thousands of names take a fraction of a second
 PROGRAM = """
 import json, re, sys
 patterns, names, method, group = json.load(sys.stdin)
@@ -38,7 +38,7 @@ def first_matches(patterns: dict[str, str], names: list[str], method: str = "mat
     """
     if not (patterns and names):
         return {}
-    import subprocess  # 3 ms, of files that have patterns
+    import subprocess  # takes 3 ms, and only files with patterns need it
 
     try:
         done = subprocess.run(

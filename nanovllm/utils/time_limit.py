@@ -48,5 +48,5 @@ def time_limit(seconds: float) -> Iterator[None]:
         if is_late and not is_raised:
             # Not taken back: in CPython 3.11 that leaves the interpreter checking for ever, and a traced one hangs.
             for _ in range(100):
-                pass  # where it is pending it is raised here, else the code within has swallowed it
+                pass  # a pending exception is raised here; if none is, the code within has swallowed it
             raise TimeLimitError

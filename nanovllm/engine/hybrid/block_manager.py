@@ -34,16 +34,16 @@ class HybridBlockManager(BlockManager):
 
     def __init__(self, num_blocks: int, block_size: int, snapshots: Snapshots, chunk: int = 1,
                  enable_prefix_caching: bool = True):
-        # a prefix without a state at its end is of no use to recurrent layers
+        # recurrent layers cannot use a cached prefix without a state at its end
         super().__init__(num_blocks, block_size, enable_prefix_caching and snapshots.num_rows > 0)
         self.snapshots, self.chunk = snapshots, chunk
-        self._counts: Counter[int] = Counter()  # of the hashes of waiting prompts, each ``grain`` tokens
-        self._expected: dict[int, list[int]] = {}  # those of each, by seq_id
+        self._counts: Counter[int] = Counter()  # how many waiting prompts have each hash; hashed every ``grain`` tokens
+        self._expected: dict[int, list[int]] = {}  # hashes of each waiting prompt, by seq_id
         self._begin()
 
     def _begin(self) -> None:
         self.snapshots.used.clear()
-        self._loads: dict[int, int] = {}  # see RecurrentMoves.of
+        self._loads: dict[int, int] = {}  # rows to load, see RecurrentMoves.of
         self._saves: dict[int, list[tuple[int, int]]] = {}
         self._forked: list[tuple[Sequence, Sequence]] = []
 
@@ -98,7 +98,7 @@ class HybridBlockManager(BlockManager):
         grain = self.snapshots.grain
         if not self.enable_prefix_caching or start // grain == stop // grain:
             return
-        self.hashes(seq)  # all are looked at below
+        self.hashes(seq)  # hashes all blocks, because all are looked up below
         positions = range(start - start % grain + grain, stop + 1, grain)
         known_end, last = self._known_end(seq, start), seq.max_cached_tokens // grain * grain
         junctions = [
@@ -107,7 +107,7 @@ class HybridBlockManager(BlockManager):
         ]  # fmt: skip
         saves = []
         for position in [*junctions, last]:
-            # a snapshot lives no longer than the block before it is cached
+            # a snapshot must not outlive the cached block before it
             if position in positions and self.find(seq, position // seq.block_size - 1) is not None:
                 row = self.snapshots.save(self._hash_at(seq, position), position in junctions)
                 if row is not None:

@@ -40,7 +40,7 @@ class Snapshots:
 
     def clear(self) -> None:
         self.free_rows = list(range(self.first_row + self.num_rows - 1, self.first_row - 1, -1))
-        self.probation: OrderedDict[int, int] = OrderedDict()  # hash -> row, least recently used first; also the next
+        self.probation: OrderedDict[int, int] = OrderedDict()  # hash -> row, least recently used first (both)
         self.protected: OrderedDict[int, int] = OrderedDict()
         self.used: dict[int, bool] = {}  # rows that the batch being made uses -> whether it writes them
 

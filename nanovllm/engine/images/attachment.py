@@ -36,16 +36,16 @@ class Images(Attachment):
             first, *others = np.split(prompt_ids, np.flatnonzero(prompt_ids == vision.image_token_id))
             parts = []
             for image, text in zip(images, others, strict=True):
-                ids = layout(image.grid)  # of one token they may be there already
+                ids = layout(image.grid)  # the prompt may already hold all tokens of the image, not only one
                 parts += [text] if np.array_equal(ids, text[: len(ids)]) else [ids, text[1:]]
             prompt_ids = np.concatenate([first, *parts])
         elif num_placeholders < sum(sizes):
             raise wrong_count(vision, num_placeholders, len(images))
         self._vision, self._images, self.prompt_ids = vision, images, prompt_ids
         is_image = prompt_ids == vision.image_token_id
-        is_image &= np.cumsum(is_image) <= sum(sizes)  # behind them the model may have sampled the id
-        self._first_rows = np.append(0, np.cumsum(sizes))  # of each image, among the tokens of images
-        self._row = np.append(0, np.cumsum(is_image))  # tokens of images before each token
+        is_image &= np.cumsum(is_image) <= sum(sizes)  # the model may have sampled the id after the images
+        self._first_rows = np.append(0, np.cumsum(sizes))  # first row of each image, among the tokens of images
+        self._row = np.append(0, np.cumsum(is_image))  # number of image tokens before each token
         self.token_ids = prompt_ids.astype(np.int32)
         if images:
             self.token_ids[is_image] = np.concatenate([content_ids(image.digest, image.num_tokens) for image in images])

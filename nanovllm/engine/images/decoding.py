@@ -13,20 +13,20 @@ import numpy as np
 
 from nanovllm.errors import RequestError
 
-MARKER = re.compile(rb"\xff+([\x02-\xcf\xd9-\xfe])")  # of a JPEG, which a segment follows; or its end
-MAX_PIXELS = 89_000_000  # a page of A4 at 600 dpi has 35 million; PIL warns of more than 89
-MAX_READS = 100_000  # of a decoder, which parses chunks, markers and tags in Python
-MAX_EXIF_BYTES = 1 << 17  # what a segment of a JPEG holds, as hexadecimal digits
-MAX_PARTS = 1 << 16  # markers of a JPEG; strips or pages of a TIFF
-MAX_WORK_NS = 1e9  # of one core, as estimated from these times: worst cases of 2026 on 2.5 GHz
-PIXEL_NS, ALPHA_NS, SCAN_NS = 4.0, 4.0, 1.2  # per pixel: to make it RGB, to composite it, for each scan of a JPEG
-# Others have parsers that run programs (EPS) or that nobody attacks and mends. Nanoseconds of the decoder for each byte
-# of the file, and for each byte of the decoded pixels.
+MARKER = re.compile(rb"\xff+([\x02-\xcf\xd9-\xfe])")  # JPEG markers that a segment follows, and the marker of the end
+MAX_PIXELS = 89_000_000  # an A4 page at 600 dpi has 35 million; PIL warns above 89 million
+MAX_READS = 100_000  # reads by a decoder, which parses chunks, markers and tags in Python
+MAX_EXIF_BYTES = 1 << 17  # size of a JPEG segment, written as hexadecimal digits
+MAX_PARTS = 1 << 16  # markers in a JPEG; strips or pages in a TIFF
+MAX_WORK_NS = 1e9  # time on one core, estimated from the times below: worst cases of 2026 at 2.5 GHz
+PIXEL_NS, ALPHA_NS, SCAN_NS = 4.0, 4.0, 1.2  # per pixel: conversion to RGB, compositing of alpha, each scan of a JPEG
+# Other formats have parsers that run programs (EPS), or parsers that nobody attacks and mends. Values: nanoseconds of
+# decoding per byte of the file, and per byte of the decoded pixels.
 FORMATS = {
     "JPEG": (20, 0), "PNG": (15, 3.4), "WEBP": (60, 5), "GIF": (10, 2), "BMP": (0, 1), "TIFF": (15, 3), "PPM": (0, 1),
     "JPEG2000": (150, 13), "AVIF": (100, 5.5),
 }  # fmt: skip
-LOCKS = [Lock() for _ in range(64)]  # by identity: two threads must not read one PIL image, which opens its file late
+LOCKS = [Lock() for _ in range(64)]  # by id(): two threads must not read one PIL image, which opens its file late
 
 
 def open_image(source: Any) -> Any:
@@ -52,9 +52,9 @@ def open_image(source: Any) -> Any:
             return _as_rgb(ImageOps.exif_transpose(image), image, False)
     except RequestError:
         raise
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):  # of a plugin, which calls PIL's limit
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):  # raised by a plugin that calls PIL's limit
         raise RequestError(f"the image has too many pixels; allowed are {MAX_PIXELS:,}.") from None
-    except Exception as error:  # decoders raise anything
+    except Exception as error:  # decoders raise any class
         advice = "" if isinstance(source, bytes) else " A PIL image must stay open until its request is finished."
         reason = str(error) or type(error).__name__
         raise RequestError(f"the image cannot be read: {reason:.300}.{advice}") from None
@@ -91,7 +91,7 @@ def _opened(data: bytes) -> tuple[str, Any]:
                 if name == "TIFF":
                     _check_tiff(data)
                 return name, factory(_Reader(data), "")
-        except (SyntaxError, IndexError, TypeError, struct.error):  # as PIL's plugins say that it is another format
+        except (SyntaxError, IndexError, TypeError, struct.error):  # PIL's plugins report another format by these
             continue
     raise RequestError(f"the image cannot be read: it is none of {', '.join(FORMATS)}.")
 
@@ -105,10 +105,10 @@ def _check_work(name: str, image: Any, data: bytes) -> None:
     num_ns += width * height * (PIXEL_NS + (ALPHA_NS if _is_transparent(image) else 0.0))
     if name == "JPEG":
         num_ns += width * height * SCAN_NS * _num_scans(data, image)
-    elif name == "PPM" and data[1:2] in b"123":  # numbers as text, read in Python; a comment moves all that follows it
+    elif name == "PPM" and data[1:2] in b"123":  # numbers as text, parsed in Python; a comment shifts all that follows
         num_ns += len(data) * 250 + data.count(b"#") * 1e5
     covered = sum((x1 - x0) * (y1 - y0) for _, (x0, y0, x1, y1), *_ in image.tile)
-    if num_ns > MAX_WORK_NS or covered > 5 * width * height:  # 5: planes of CMYK and alpha
+    if num_ns > MAX_WORK_NS or covered > 5 * width * height:  # 5: CMYK and alpha planes
         raise _too_much_work(f"{width:,} x {height:,} pixels of {name}, {len(data):,} bytes")
     exif = image.info.get("exif") or image.info.get("Raw profile type exif") or b""
     if len(exif) > MAX_EXIF_BYTES:
@@ -149,7 +149,7 @@ def _check_tiff(data: bytes) -> None:
     first, head, entry, offset_code = (8, "Q", "HHQ8s", "Q") if is_big else (4, "H", "HHL4s", "L")
     size = struct.calcsize(order + entry)
     (offset,), num_pages = struct.unpack_from(order + offset_code, data, first), 0
-    offsets: set[int] = set()  # a chain of pages may be a ring
+    offsets: set[int] = set()  # a chain of pages may form a ring
     while offset and offset not in offsets and len(offsets) < MAX_PARTS:
         is_first = not offsets
         offsets.add(offset)
@@ -157,12 +157,12 @@ def _check_tiff(data: bytes) -> None:
             (num_entries,) = struct.unpack_from(order + head, data, offset)
             start = offset + struct.calcsize(order + head)
             end = start + num_entries * size
-            # Tags are sorted: the first of a page is its kind. Thumbnails and masks of another page do not count.
+            # Tags are sorted, and a page's first tag tells its kind. Thumbnails and masks of other pages do not count.
             fields = data[start : end if is_first else min(end, start + size)]
             fields = fields[: len(fields) // size * size]
             tags = {tag: (kind, num, value) for tag, kind, num, value in struct.iter_unpack(order + entry, fields)}
             (offset,) = struct.unpack_from(order + offset_code, data, end)
-        except struct.error:  # of a file that is cut
+        except struct.error:  # the file is truncated
             offset = 0
             continue
         subfile = struct.unpack(order + "L", tags[254][2][:4])[0] if 254 in tags else 0
@@ -206,7 +206,7 @@ def _as_rgb(image: Any, original: Any, is_deep: bool) -> Any:
     """
     from PIL import Image
 
-    # PNG and PPM have no other integers than those of 16 bits
+    # PNG and PPM have no integers but 16-bit ones
     if image.mode.startswith("I;16") or (image.mode == "I" and original.format in ("PNG", "PPM")):
         return _grey(image, original).convert("RGB")
     if image.mode in ("I", "F"):
@@ -230,7 +230,7 @@ def _grey(image: Any, original: Any) -> Any:
 
     values, tags = np.asarray(image), getattr(original, "tag_v2", {})
     (depth,) = depths if isinstance(depths := tags.get(258, 16), tuple) else (depths,)
-    grey = (values >> (depth - 8)).astype(np.uint8)  # a TIFF may have 12 bits
+    grey = (values >> (depth - 8)).astype(np.uint8)  # TIFF allows 12 bits
     if tags.get(262) == 0:  # WhiteIsZero
         grey = 255 - grey
     if (transparent := image.info.get("transparency")) is not None:

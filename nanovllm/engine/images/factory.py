@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.images.loading import ImageLoader
 
 KEYS = ("multi_modal_data", "mm_processor_kwargs")
-# Options of processors for videos, and of the choice among processors of equal results: neither changes an image.
+# Processor options for videos, and the choice among processors with equal results: neither changes an image.
 NEUTRAL = ("do_sample_frames", "fps", "num_frames", "min_frames", "max_frames", "total_pixels", "video_fps",
            "video_metadata", "video_start", "video_end", "return_metadata", "videos_kwargs", "use_fast")  # fmt: skip
 
@@ -25,14 +25,14 @@ def has_keys(prompt: Any) -> bool:
 
 
 def data_of(data: Any) -> dict[str, Any]:
-    """The ``multi_modal_data`` of a prompt by modality, without those that are null or empty."""
+    """The ``multi_modal_data`` of a prompt by modality, without null or empty entries."""
     if not isinstance(data, (Mapping, type(None))):
         raise RequestError(f'multi_modal_data must be a dictionary such as {{"image": ...}}, not {data!r:.100}.')
     return {modality: given for modality, given in (data or {}).items() if not is_empty(given)}
 
 
 def options_of(kwargs: Any) -> dict[str, Any]:
-    """``mm_processor_kwargs`` without those that are null or change no image."""
+    """``mm_processor_kwargs`` without options that are null or change no image."""
     if not isinstance(kwargs, (Mapping, type(None))):
         raise RequestError(f"mm_processor_kwargs must be a dictionary, not {kwargs!r:.100}.")
     return {name: value for name, value in (kwargs or {}).items() if value is not None and name not in NEUTRAL}
@@ -74,5 +74,5 @@ def make_images(config: Config, tokenizer: AsyncTokenizer) -> Union["ImageLoader
 
     try:
         return ImageLoader(vision, config, tokenizer)
-    except CheckpointError as error:  # of its image processor, which text does not need
+    except CheckpointError as error:  # the image processor is broken, but text does not need it
         return Refusal(str(error).rstrip("."))

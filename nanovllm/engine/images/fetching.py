@@ -18,8 +18,8 @@ from urllib.request import HTTPHandler, HTTPRedirectHandler, HTTPSHandler, Reque
 
 from nanovllm.errors import RequestError, without_secrets
 
-FETCH_S = 60.0  # of a whole fetch, from the look-up of the host's name to the last byte of the last redirect
-TIMEOUT_S = 10.0  # of a connection, and of each read
+FETCH_S = 60.0  # limit of a whole fetch, from the host's look-up to the last byte of the last redirect
+TIMEOUT_S = 10.0  # limit of a connection, and of each read
 
 
 def fetch(url: str, domains: tuple[str, ...], max_bytes: int) -> bytes:
@@ -40,7 +40,7 @@ def fetch(url: str, domains: tuple[str, ...], max_bytes: int) -> bytes:
         return fetched.answer.result()
     except RequestError:
         raise
-    except Exception as error:  # also http.client's, and ValueErrors of a URL that is none
+    except Exception as error:  # includes http.client's errors, and the ValueErrors of malformed URLs
         raise RequestError(f"the image {shown(url)} cannot be fetched: {_reason(error)}.") from None
     finally:
         if fetched is not None:
@@ -48,8 +48,8 @@ def fetch(url: str, domains: tuple[str, ...], max_bytes: int) -> bytes:
 
 
 def shown(name: str) -> str:
-    """A path or URL for an error, quoted; of a URL neither the credentials nor what follows the path."""
-    if re.match(r"[a-z][a-z0-9+.-]+:/", name, re.I):  # of one letter: a drive of Windows
+    """A quoted path or URL for an error text; a URL loses its credentials and everything after its path."""
+    if re.match(r"[a-z][a-z0-9+.-]+:/", name, re.I):  # a single letter is a Windows drive
         name = re.sub(r"[\s'\"]", lambda match: urllib.parse.quote(match[0]), re.split("[?#]", name)[0])
     return f"{without_secrets(name)!r:.200}"
 
@@ -85,13 +85,13 @@ class _Fetch:
                 else:
                     self.answer.set_exception(result)
             if self._socket is not None:
-                with suppress(OSError):  # it is closed
-                    # not SSLSocket's own method, which takes the state away from the thread that reads
+                with suppress(OSError):  # the socket is closed
+                    # not SSLSocket's own method, which takes the state away from the thread that is reading
                     socket.shutdown(self._socket, SHUT_RDWR)
 
     def _run(self, url: str, domains: tuple[str, ...], max_bytes: int) -> None:
         try:
-            # the opener's handlers of files and of FTP are out of reach: the scheme of every hop is checked
+            # the scheme of every hop is checked, so the opener's handlers for files and FTP are out of reach
             opener = build_opener(_Redirects(domains), *_handlers(self._connected))
             with opener.open(_request(url), timeout=TIMEOUT_S) as response:
                 data = bytearray()
@@ -143,7 +143,7 @@ class _Redirects(HTTPRedirectHandler):
         self._domains = domains
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
-        with closing(fp):  # not of this hop, but of the answer that leads to it
+        with closing(fp):  # closes the answer that redirects; the next hop is not open yet
             _require_domain(newurl, self._domains)
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
@@ -172,6 +172,6 @@ def _reason(error: Any) -> str:
     """Why a fetch has failed, without a word of the server or of the URL beyond a redirect's."""
     if isinstance(error, HTTPError):
         return f"HTTP Error {error.code}" + (f": {error.reason!s:.300}" if 300 <= error.code < 400 else "")
-    if isinstance(error, URLError):  # around another error
+    if isinstance(error, URLError):  # a URLError wraps another error
         return _reason(error.reason)
     return str(error.strerror or error)[:200] if isinstance(error, OSError) else type(error).__name__

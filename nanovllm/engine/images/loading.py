@@ -35,15 +35,15 @@ from nanovllm.utils.checkpoint import LOADING_LOCK
 from nanovllm.validation import did_you_mean
 
 MAX_PIXEL_BYTES = 2 << 30
-NO_LIMIT = 999  # images of a prompt
+NO_LIMIT = 999  # images in a prompt
 NUM_THREADS = min(16, os.cpu_count() or 1)
-SIDES = ("resized_height", "resized_width")  # of an image, in pixels
-MAX_PROCESSORS = 64  # that are kept, each with other options
-EXECUTORS: "weakref.WeakSet[ThreadPoolExecutor]" = weakref.WeakSet()  # of all engines
+SIDES = ("resized_height", "resized_width")  # size of an image in pixels
+MAX_PROCESSORS = 64  # processors that are kept, each with different options
+EXECUTORS: "weakref.WeakSet[ThreadPoolExecutor]" = weakref.WeakSet()  # executors of all engines
 
 
 def _end() -> None:
-    """Let the interpreter's end wait for images that are being decoded, not for a host nor for those in the queue."""
+    """Let the interpreter's end wait for images being decoded, but not for hosts or queued images."""
     end_all()
     for threads in list(EXECUTORS):
         threads.shutdown(wait=False, cancel_futures=True)
@@ -72,7 +72,7 @@ class Image:
         self.digest = hashlib.blake2b(contents, digest_size=16, key=hashlib.md5(name.encode()).digest()).digest()
         self._key = object()
         loader.keep(self._key, pixels)
-        weakref.finalize(self, loader.let_go, self._key)  # no tower has taken them: the prefix cache had the image
+        weakref.finalize(self, loader.let_go, self._key)  # if no tower took the pixels: the prefix cache had the image
 
     def take_pixels(self) -> dict[str, Any]:
         """The tensors that the tower takes, on the CPU; they are kept no longer."""
@@ -97,10 +97,10 @@ class ImageLoader:
         self._options = options = {**vision.processor_options, **options_of(config.mm_processor_kwargs)}
         self.threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="nanovllm-images")
         EXECUTORS.add(self.threads)
-        self.num_bytes = 0  # of the pixels that wait
+        self.num_bytes = 0  # size of the waiting pixels
         self._waiting: OrderedDict[object, dict[str, Any]] = OrderedDict()
-        self._lock = threading.RLock()  # a collection may let go of pixels in a thread that holds it
-        self._processors: dict[str, Any] = {}  # by their options
+        self._lock = threading.RLock()  # reentrant: garbage collection may let go of pixels in a thread that holds it
+        self._processors: dict[str, Any] = {}  # processors by their options
         self._processor({}, CheckpointError)
         self._processor(options, ConfigError)
         from nanovllm.runner.images import pixel_form  # imports torch
@@ -141,7 +141,7 @@ class ImageLoader:
                 self._processor({**options, **source.options}, RequestError)
         ids = as_token_ids(ids)
         num_placeholders = np.count_nonzero(ids == self.vision.image_token_id)
-        # more than images: one for each of their tokens, and others that the model has sampled
+        # the placeholder ids outnumber the images: one for each token of an image, and others that the model sampled
         if num_placeholders != len(sources) and (num_placeholders < len(sources) or not sources):
             raise wrong_count(self.vision, num_placeholders, len(sources))
         return text, ids, (sources, options)
@@ -223,7 +223,7 @@ class ImageLoader:
                 height, width = fit(*(options[side] for side in SIDES), **self._bounds)
                 image = image.resize((width, height))
             return self._convert(processor(images=[image], return_tensors="pt"))
-        except Exception as error:  # of sizes that the processor does not take
+        except Exception as error:  # the processor rejects such sizes
             raise RequestError(f"the image processor cannot take this image: {error!s:.300}") from None
 
     def keep(self, key: object, pixels: dict[str, Any]) -> None:
@@ -272,7 +272,7 @@ def make_processor(model_path: str, options: dict[str, Any]) -> Any:
         try:
             processor = AutoImageProcessor.from_pretrained(model_path, backend=backend, **options)
         except Exception as error:
-            if options:  # without them it was loaded
+            if options:  # without options the processor is already loaded
                 raise TypeError(f"{error!s:.300}") from None
             raise CheckpointError(f"the image processor of {model_path} cannot be loaded: {error!s:.500}") from None
     known = processor.valid_kwargs.__annotations__

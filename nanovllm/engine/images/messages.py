@@ -8,7 +8,7 @@ from nanovllm.engine.text.chat_templates import IMAGE, OF_IMAGES, TEXT_TYPES, ki
 from nanovllm.errors import RequestError
 from nanovllm.validation import at_least, check
 
-# type of a part -> the fields that may hold its image
+# type of a message part -> fields that may hold its image
 IMAGE_PARTS = {
     "image_url": ("image_url",),
     "input_image": ("image_url",),

@@ -16,7 +16,7 @@ import numpy as np
 from nanovllm.engine.images.fetching import fetch, shown
 from nanovllm.errors import RequestError
 
-MAX_BYTES = 64 << 20  # of an encoded image
+MAX_BYTES = 64 << 20  # size of an encoded image
 FORMS = "a PIL image, a numpy array uint8 [H, W, 3], bytes, a data URL, or an allowed path or URL"
 
 
@@ -34,7 +34,7 @@ class Permissions(NamedTuple):
 
 def read_source(source: Any, allowed: Permissions) -> Any:
     """The encoded bytes of an image, or the PIL image itself; raises RequestError."""
-    if isinstance(source, dict):  # a cell of Hugging Face's data sets: the bytes, or else the path
+    if isinstance(source, dict):  # a cell of a Hugging Face dataset: the bytes, or else the path
         source = source["bytes"] if source.get("bytes") is not None else source.get("path")
     if isinstance(source, (bytes, bytearray, memoryview)):
         return _bounded(bytes(source))

@@ -15,7 +15,7 @@ from nanovllm.engine.request import Request
 from nanovllm.engine.text.prompts import as_token_ids
 from nanovllm.errors import as_request_error
 
-AHEAD = 2 * NUM_THREADS  # images that load, and requests that wait for theirs
+AHEAD = 2 * NUM_THREADS  # images being loaded, and requests waiting for theirs
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Draft:
             made = inputs.request(request.prompt, ids, params, request.index, given=given)
             request.prompt_ids, request.params, request.attachment = ids, params, given
             request.readout = made.readout
-            inputs.make_completions(request)  # a failure in ``_queue`` would be everybody's
+            inputs.make_completions(request)  # made here, because a failure in ``_queue`` would fail every request
         except BaseException as error:
             request.failure, request.readout, request.attachment = ("error", str(as_request_error(error))), None, None
         return request

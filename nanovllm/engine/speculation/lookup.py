@@ -24,14 +24,14 @@ from nanovllm.config import SpeculativeConfig
 from nanovllm.core import Sequence
 from nanovllm.messages.verify import MAX_VERIFIED_SEQS, VERIFY_ROWS
 
-MAX_MATCH = 32  # equal tokens that are counted
-MAX_CHAIN = 16  # places that a search looks at
-MAX_KEPT_TOKENS = 1 << 18  # of other texts
-PRIOR_COST = 1.2  # time of a verify step in plain ones, until it is measured
-MARGIN = 1.05  # tokens expected per time, in those of plain steps
+MAX_MATCH = 32  # most equal tokens that are counted
+MAX_CHAIN = 16  # most places that a search examines
+MAX_KEPT_TOKENS = 1 << 18  # tokens kept from other texts
+PRIOR_COST = 1.2  # cost of a verify step in plain steps, until it is measured
+MARGIN = 1.05  # required tokens per unit of time, relative to plain steps
 HASH_FACTOR, HASH_MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1  # 2**64 / golden ratio: Fibonacci hashing
-FEW = 32  # tokens that are indexed one by one
-SEPARATOR = -1  # between two texts: no token
+FEW = 32  # up to this many tokens are indexed one by one
+SEPARATOR = -1  # separates two texts; it is no token
 NO_DRAFT: list[int] = []
 
 
@@ -47,10 +47,10 @@ class HashChains:
     """
 
     def __init__(self, tokens: np.ndarray, n: int):
-        self.tokens, self._n, self.size = tokens, n, 0  # size: how many are indexed
+        self.tokens, self._n, self.size = tokens, n, 0  # size: number of tokens indexed
         self._shift = 64 - max(10, (len(tokens) - 1).bit_length())
         self._head, self._before = np.zeros(1 << 64 - self._shift, np.int32), np.zeros(len(tokens) + 1, np.int32)
-        # scalars are read and written four times as fast
+        # memoryviews read and write scalars four times as fast
         self.text: memoryview = memoryview(tokens)  # type: ignore[arg-type]
         self._views: tuple = memoryview(self._head), memoryview(self._before)  # type: ignore[arg-type]
 
@@ -78,7 +78,7 @@ class HashChains:
         is_same = np.flatnonzero(buckets[1:] == buckets[:-1]) + 1
         before[is_same] = places[is_same - 1]
         self._before[places] = before
-        self._head[buckets] = places  # of equal buckets the last counts
+        self._head[buckets] = places  # the last of equal buckets wins
 
     def _bucket(self, text: memoryview, place: int) -> int:
         value = 0
@@ -142,13 +142,13 @@ class Lookup:
 
     def __init__(self, chains: HashChains, options: SpeculativeConfig):
         self.chains, self._options = chains, options
-        self.needed = options.prompt_lookup_min  # equal tokens for a draft
-        self.max_length = min(VERIFY_ROWS[0] - 1, options.num_speculative_tokens)  # of it
-        self.rate = 0.6  # of drafted tokens that were right, of late
-        # Where the tokens before ``size`` stood: a text, the place behind, and how many are equal. As long as the next
-        # tokens are those of that text, nothing is looked up, and nothing need be indexed.
+        self.needed = options.prompt_lookup_min  # equal tokens that a draft needs
+        self.max_length = min(VERIFY_ROWS[0] - 1, options.num_speculative_tokens)  # most tokens of a draft
+        self.rate = 0.6  # recent share of drafted tokens that were accepted
+        # Where the tokens before ``size`` were found: a text, the place after them, and how many are equal. While that
+        # text continues like this one, nothing is looked up and nothing needs to be indexed.
         self.size, self.source, self.place, self.match = 0, chains.text, 0, 0
-        self.awaits = False  # the step in flight ended for the token at ``place``
+        self.awaits = False  # whether the step in flight is for the token at ``place``
 
     def follow(self, size: int) -> bool:
         """Whether the tokens up to ``size`` continue as the source does."""
@@ -189,10 +189,10 @@ class Speculator:
         is_suffix = options.method == "suffix"
         self._enough = options.suffix_decoding_max_tree_depth if is_suffix else options.prompt_lookup_max
         self._factor = options.suffix_decoding_max_spec_factor if is_suffix else VERIFY_ROWS[-1]
-        self._seconds = dict[tuple[int, int], float]()  # of a step with so many sequences, and rows of each
+        self._seconds = dict[tuple[int, int], float]()  # time of a step by the number of sequences and the rows of each
         self._last_step = 0.0  # perf_counter
         self.num_drafts = self.num_draft_tokens = 0
-        self.num_accepted = [0] * (VERIFY_ROWS[-1] - 1)  # drafts whose token at each place was right
+        self.num_accepted = [0] * (VERIFY_ROWS[-1] - 1)  # drafts that were right at each place
         self.clear()
 
     def clear(self) -> None:
@@ -201,7 +201,7 @@ class Speculator:
         self._kept: KeptTexts | None = None
         if self._options.method == "suffix":
             self._kept = KeptTexts(self._options.prompt_lookup_max, self._options.suffix_decoding_max_cached_requests)
-        self.is_verifying = False  # in a launch whose tokens have not been taken in
+        self.is_verifying = False  # whether the launch in flight verifies drafts
 
     def counters(self) -> dict[str, Any]:
         """Drafts that were verified, their tokens, and how many of these were right; also by their place."""
@@ -254,14 +254,14 @@ class Speculator:
         is_own = lookup.source is lookup.chains.text
         stop = lookup.place + length
         known = lookup.source[lookup.place : min(stop, size) if is_own else stop].tolist()
-        draft = list(takewhile(lambda token: token >= 0, known))  # to the end of the text, or to an image
-        if is_own and len(draft) == len(known):  # a period goes on
+        draft = list(takewhile(lambda token: token >= 0, known))  # up to the end of the text, or to an image
+        if is_own and len(draft) == len(known):  # the text repeats with this period
             draft = [known[i % len(known)] for i in range(length)]
         return draft, lookup, len(draft) * max(lookup.rate, lookup.match / MAX_MATCH)
 
     def _enter(self, seq: Sequence) -> Lookup | None:
         params, lookup = seq.sampling_params, None
-        # what these may sample depends on the tokens before, or on a table by request slot
+        # the tokens that these may sample depend on the tokens before, or on a table by request slot
         if not (params.is_constrained or params.has_penalties or params.logit_bias or params.logits_processors
                 or params.allowed_token_ids or params.thinking_token_budget is not None):  # fmt: skip
             n, capacity = self._options.prompt_lookup_min, len(seq.tokens(0, seq.max_num_tokens))
@@ -273,7 +273,7 @@ class Speculator:
         """A sequence gives up its request slot, where its tokens were."""
         self._lookups.pop(seq.seq_id, None)
         if self._kept is not None and seq.finish_reason is not None:
-            # what the prefix cache had of the prompt is most likely among the texts already
+            # the prompt tokens that the prefix cache had are most likely in the texts already
             self._kept.add(seq.tokens(max(0, seq.num_cached_tokens - MAX_MATCH), seq.num_tokens))
 
     # ---------------------------------------------------------------- gain
@@ -283,12 +283,12 @@ class Speculator:
         size = size_class(num_seqs)
         plain, verify = self._seconds.get((size, 1)), self._seconds.get((size, num_rows))
         if plain is None:
-            return False  # the first step of a size is a plain one, to know its time
+            return False  # a batch size starts with a plain step, to measure its time
         cost = verify / plain if verify else PRIOR_COST
         if num_seqs + expected >= MARGIN * cost * num_seqs:
             return True
         if verify:
-            self._seconds[size, num_rows] = verify * 0.99  # one slow step is not the last word
+            self._seconds[size, num_rows] = verify * 0.99  # decays, so that one slow step is not the last word
         return False
 
     def took_in(self, num_seqs: int, num_rows: int, is_decode: bool = True) -> None:
@@ -297,7 +297,7 @@ class Speculator:
         seconds, self._last_step = now - self._last_step, now
         if is_decode and num_seqs <= MAX_VERIFIED_SEQS:
             key = size_class(num_seqs), num_rows
-            # At first there may be a pause, or a kernel to load: its rows would not take longer one after the other.
+            # The first time may include a pause or a kernel's loading, so it is capped at a plain step for each row.
             most = 1.05 * self._seconds.get(key, num_rows * self._seconds.get((key[0], 1), seconds))
             self._seconds[key] = min(seconds, most)
 

@@ -35,8 +35,8 @@ class SpeculativeScheduler(Scheduler):
     def clear(self) -> None:
         super().clear()
         self.speculator.clear()
-        self._waits_for_tokens = False  # of the launch in flight, to verify drafts behind them
-        self._extended: list[int] = []  # batch positions of the sequences whose drafts in flight have further blocks
+        self._waits_for_tokens = False  # whether to wait for the tokens in flight, to verify drafts after them
+        self._extended: list[int] = []  # batch positions of sequences whose drafts in flight have further blocks
 
     def schedule(self) -> Batch | None:
         self._waits_for_tokens = False
@@ -66,7 +66,7 @@ class SpeculativeScheduler(Scheduler):
         if len(req_indices) > MAX_VERIFIED_SEQS:
             return None
         seqs = [self._seqs[i] for i in req_indices.tolist()]
-        room = (self.table.max_tokens[req_indices] - lengths - 1).tolist()  # the token behind a draft needs none
+        room = (self.table.max_tokens[req_indices] - lengths - 1).tolist()  # the token after a draft needs no room
         return self.speculator.propose(seqs, room, self.max_num_batched_tokens, self.num_in_flight > 0)
 
     def _make_room(self, req_indices: np.ndarray, lengths: np.ndarray, drafts: np.ndarray) -> list[tuple]:
@@ -88,7 +88,7 @@ class SpeculativeScheduler(Scheduler):
     def steps(self, batch: Batch, result: Any, one_by_one: bool) -> list[tuple[Batch, Any]]:
         """Split a verify step into plain ones: one by one if a token may end a sequence, else all at once.
 
-        Tokens behind the end of a sequence are surplus.
+        Tokens after the end of a sequence are surplus.
         """
         if not isinstance(batch, VerifyBatch):
             self.speculator.took_in(len(batch.req_indices), 1, batch.is_decode)
@@ -111,7 +111,7 @@ class SpeculativeScheduler(Scheduler):
         return [(batch.part(*part), part_of(result, *part)) for part in parts]
 
     def _trim(self, seq: Sequence, num_computed: int) -> None:
-        """Take back the blocks behind the first ``num_computed`` tokens: their draft was wrong."""
+        """Take back the blocks after the first ``num_computed`` tokens: their draft was wrong."""
         manager = self.block_manager
         for _ in range(len(seq.block_table) - -(-num_computed // self.block_size)):
             block_id = seq.block_table.pop()

@@ -15,10 +15,10 @@ from nanovllm.sampling_params import StructuredOutputsParams
 # Allow every token that fits, not only the canonical one of a forced text.
 START = '%llguidance {"no_forcing": true}\nstart: @given'
 ANY_TEXT = "/(?s:.)*/"
-# Bounded: a model that is unsure what comes next goes on with whitespace, as long as it may.
+# Bounded, because a model that is unsure what comes next emits whitespace as long as it may.
 JSON_WHITESPACE = r"\n?[ \t]{0,20}"
-# of EBNF: a text, a set of characters; a comment, a line's end within a rule; any character; the name of the first rule
-# Its time is linear: a text that does not end is taken to its line's end, lest each of its characters begin a search.
+# EBNF parts: a text, a set of characters, a comment, a line's end within a rule, any character, the first rule's name
+# The time is linear: an unterminated text is taken to its line's end, lest each of its characters begin a search.
 EBNF_PART = re.compile(
     r'"(?:[^"\\\n]|\\.)*"?|\[(?:[^\]\\\n]|\\.)*\]?|#[^\n]*|\r?\n(?!\s*[\w-]+\s*::=)|\.|(?<![\w-])root(?![\w-])'
 )
@@ -28,8 +28,8 @@ NOT_KEPT = (
     "it holds the number {!s:.100}, which llguidance would change, as it reads numbers as floats. Allowed are whole "
     "numbers up to 2^53 = 9007199254740992, and decimals of 15 digits: round it, or leave it out"
 )
-# What the value of a JSON schema's keyword holds: schemas by name, one schema or a list of them, or data of the reader
-# alone. Of others: data that counts.
+# The value of a JSON schema's keyword: schemas by name, one schema or a list of them, or data for the reader alone.
+# Other keywords hold data that counts.
 INSIDE = {
     **dict.fromkeys(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"), "names"),
     **dict.fromkeys(("items", "prefixItems", "additionalItems", "additionalProperties", "contains", "propertyNames",
@@ -52,11 +52,11 @@ def to_grammar(params: StructuredOutputsParams) -> str:
     elif kind == "choice":
         is_list = isinstance(source, (list, tuple)) and source and all(isinstance(text, str) for text in source)
         _expect(is_list, "it must be a non-empty list of strings")
-        # one expression: as rules, of which llguidance's converter makes them, more than 2,000 exceed its limit
+        # one expression, because llguidance's converter makes rules, and more than 2,000 exceed its limit
         grammar = f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, source))}"
     elif kind == "grammar":
         grammar = _lark(source)
-        if "%llguidance" in source:  # with options of its own
+        if "%llguidance" in source:  # it has options of its own
             return grammar
     else:
         grammar = f"start: {_structural_tag(_object(source))}"
@@ -90,7 +90,7 @@ def _as_written(text: str) -> float | Decimal:
 
 def _is_kept(x: Any) -> bool:
     """Whether llguidance writes the number that it reads: it divides the digits, as a float, by a power of ten."""
-    if isinstance(x, Decimal) or not abs(x) <= MAX_INTEGER:  # NaN is not
+    if isinstance(x, Decimal) or not abs(x) <= MAX_INTEGER:  # true for NaN, too
         return False
     written = Decimal(repr(abs(x)))
     power = -int(written.as_tuple().exponent)
@@ -141,14 +141,14 @@ def _lark(source: Any) -> str:
     _expect(isinstance(source, str), "it must be text")
     if not re.search(r"^[^\S\n]*[\w<>-]+\s*::=", source, re.MULTILINE):
         for found in re.finditer(r"%json\s*(?={)", source):
-            with suppress(json.JSONDecodeError):  # which llguidance reports, unless it is part of a text
+            with suppress(json.JSONDecodeError):  # llguidance reports it, unless it is part of a text
                 _schema(json.JSONDecoder(parse_float=_as_written).raw_decode(source, found.end())[0])
         return source
-    # llguidance's converter strips the zeros of \u00e9, and would read the letters that follow as its digits
+    # llguidance's converter strips the zeros of \u00e9, and would take the letters that follow for its digits
     is_plain = re.fullmatch(r"(?:[^\\]|\\[^uU])*", source, re.DOTALL)
     _expect(is_plain, "it must hold the characters themselves in place of escapes with \\u and \\U")
-    # It takes a rule per line. Each rule that does not reach itself becomes one regular expression, which is matched
-    # exactly; but never the first, so that is another one.
+    # The converter takes one rule per line. A rule that does not reach itself becomes one regular expression, which is
+    # matched exactly; the first rule never does, so an extra first rule is added.
     plain = {"root": "root_rule", ".": "[\\x00-\U0010ffff]"}
     text = EBNF_PART.sub(
         lambda part: part[0] if part[0][0] in '"[' else plain.get(part[0], " "), re.sub(r"\n\s*\n", "\n", source)
@@ -217,7 +217,7 @@ def _triggered_tags(source: dict) -> str:
         begin = tag["begin"]
         triggers = [trigger for trigger in source["triggers"] if begin.startswith(trigger)]
         _expect(triggers, f"the tag {begin!r} begins with no trigger")
-        trigger = min(triggers, key=len)  # which is met first
+        trigger = min(triggers, key=len)  # the shortest is met first
         at_once.append(_tag(tag, begin))
         after_text.append(f"{_text_until([trigger])} {_tag(tag, begin[len(trigger) :])}")
     first, later = f"({' | '.join(at_once)})", f"({' | '.join(after_text)})"

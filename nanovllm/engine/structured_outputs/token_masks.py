@@ -23,13 +23,13 @@ from nanovllm.sampling_params import StructuredOutputsParams
 from nanovllm.utils.time_limit import TimeLimitError, time_limit
 
 MAX_CACHED_GRAMMARS = 256
-NUM_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))  # that fill masks
-LONGEST = 1_000_000  # bytes of a grammar
-SECONDS = 20.0  # to read one; only Python code is cut
-# llguidance follows names by recursion, and overflow of its stack ends the process. By measurement a byte of a grammar
-# takes up to 600 of stack: one of a kilobyte is read on any thread, and a longer one on a thread of its own.
+NUM_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))  # threads that fill masks
+LONGEST = 1_000_000  # longest grammar in bytes
+SECONDS = 20.0  # limit for reading one; it interrupts only Python code
+# llguidance resolves names recursively, and a stack overflow ends the process. A grammar takes up to 600 bytes of stack
+# per byte (measured): a kilobyte is read on any thread, a longer grammar on a thread of its own.
 SHORT, STACK_PER_BYTE = 1024, 1024
-# Of models of pydantic and its type adapters, compiled expressions, members of enums
+# Attributes to pass instead of pydantic models and type adapters, compiled expressions, enum members
 PARTS = ("model_json_schema()", "json_schema()", "pattern", "value")
 
 
@@ -59,7 +59,7 @@ class BadWords:
 
     def __init__(self, tokenizer: Any, words: Iterable[str], vocab_size: int):
         self._mask = mask_of_all(vocab_size)
-        self._last_ids: dict[tuple[int, ...], list[int]] = {}  # what comes before -> what may not follow
+        self._last_ids: dict[tuple[int, ...], list[int]] = {}  # preceding tokens -> tokens that may not follow
         found: dict[tuple[int, ...], None] = {}
         line_end = tokenizer.encode("\n", add_special_tokens=False)
         for word in words:
@@ -71,14 +71,14 @@ class BadWords:
             if () in found:
                 raise RequestError(f"SamplingParams: bad_words={word!r} has no tokens.")
         for *before, last in found:
-            if max((*before, last)) >= vocab_size:  # which the model cannot generate
+            if max((*before, last)) >= vocab_size:  # the model cannot generate it
                 continue
             if before:
                 self._last_ids.setdefault(tuple(before), []).append(last)
             else:
                 _forbid(self._mask, last)
         self._lengths = sorted({len(before) for before in self._last_ids})
-        self._output: tuple[int, ...] = ()  # its end
+        self._output: tuple[int, ...] = ()  # last tokens of the output
 
     def apply(self, bitmask: np.ndarray) -> None:
         bitmask &= self._mask
@@ -101,7 +101,7 @@ class Grammar:
 
     def __init__(self, matcher: Any, eos_token_ids: frozenset[int], params: StructuredOutputsParams):
         self.matcher, self._eos_token_ids, self._params = matcher, eos_token_ids, params
-        self._ended = False  # by an end-of-sequence token
+        self._ended = False  # whether an end-of-sequence token has come
 
     def accept(self, token_id: int) -> None:
         """Append a token."""
@@ -134,10 +134,10 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]):
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, frozenset(eos_token_ids)
         self._llguidance: Any = None
-        self._vocabulary: Any = None  # llguidance's
+        self._vocabulary: Any = None  # the vocabulary in llguidance's form
         self._surplus: np.ndarray | None = None  # a mask as wide as the tokenizer, if the model is narrower
-        self._executor: Any = None  # llguidance's threads
-        # parameters as JSON -> matcher at its grammar's beginning
+        self._executor: Any = None  # threads of llguidance
+        # parameters as JSON -> matcher at the beginning of their grammar
         self._matcher = functools.lru_cache(MAX_CACHED_GRAMMARS)(self._new_matcher)
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
@@ -153,7 +153,7 @@ class GrammarCompiler:
         except UnicodeEncodeError as error:
             half = error.object[error.start]
             raise _refused(params, f"it holds {half!r}, a lone surrogate, which no text has; leave it out") from None
-        except (KeyError, TypeError, AttributeError, RecursionError) as error:  # no JSON, or not as it should be
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:  # not JSON, or malformed
             raise _refused(params, f"it is malformed ({type(error).__name__}: {error})") from None
         except ValueError as error:
             raise _refused(params, str(error)) from None
@@ -182,7 +182,7 @@ class GrammarCompiler:
         grammar = to_grammar(StructuredOutputsParams(**json.loads(params)))
         matcher = self._llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # which some errors wait for
+            matcher.compute_bitmask()  # some errors appear only now
         if matcher.is_error():
             raise ValueError(_reason(matcher))
         return matcher

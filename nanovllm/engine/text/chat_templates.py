@@ -14,14 +14,14 @@ from nanovllm.errors import CheckpointError, RequestError
 from nanovllm.utils.checkpoint import read_json
 
 FORMATS = ("auto", "string", "openai")
-IMAGE = {"type": "image"}  # a part of a message, without the image, which is the engine's
+IMAGE = {"type": "image"}  # a part of a message; the engine has the image itself
 TEXT_TYPES = ("text", "input_text", "output_text", "refusal")
-# The content of a part is in one of these; other fields, such as "index" or "cache_control", change nothing.
+# The content of a part is in one of these fields; others, such as "index" or "cache_control", change nothing.
 FIELDS = ("text", "refusal", "image", "image_url", "image_pil", "video", "video_url", "audio", "audio_url",
           "input_audio")  # fmt: skip
 NOT_TEXT = 'a part of a message must be {{"type": "text", "text": "..."}}, not {kind}.'
 OF_IMAGES = ("url", "path", "base64")  # fields that hold the image of a part of type "image"
-MAX_SOURCE = 1_000_000  # characters of a template that is parsed; the longest published ones have 20,000
+MAX_SOURCE = 1_000_000  # longest template that is parsed, in characters; the longest published ones have 20,000
 
 
 def best_template(model_path: str, own: Any) -> Any:
@@ -70,7 +70,7 @@ def takes_parts(source: str) -> bool:
 
 
 def with_contents(messages: ListLike[dict[str, Any]], are_parts: bool, placeholder: str) -> list[dict[str, Any]]:
-    """Messages whose contents have the form that a template takes; those of the caller are not changed.
+    """Copies of messages whose contents have the form that a template takes; the caller's are not changed.
 
     Args:
         are_parts: give a content as a list of parts, else as a string.
@@ -93,7 +93,7 @@ def _content(content: Any, are_parts: bool, placeholder: str) -> Any:
     num_images = parts.count(IMAGE)
     if num_images and not placeholder:
         raise RequestError("the chat template takes no parts of messages, so an image has no place in it.")
-    # As in vLLM, images come before the text, unless it has their placeholders.
+    # As in vLLM, images come before the text, unless the text has their placeholders.
     places = [placeholder] * (num_images - text.count(placeholder)) if num_images else []
     return "\n".join([*places, text] if text else places)
 

@@ -14,8 +14,8 @@ from jinja2.parser import Parser
 MESSAGES, MESSAGE, CONTENT = "messages", "message", "content"
 # Filters whose result has the items of their input.
 KEEPING = ("selectattr", "rejectattr", "select", "reject", "list", "reverse", "sort", "unique", "default", "d")
-MAX_CALLS = 1000  # of macros, each with other arguments, that are followed
-Value = frozenset[Any]  # MESSAGES, MESSAGE, CONTENT and macros: all that an expression may stand for
+MAX_CALLS = 1000  # macro calls with different arguments that are followed
+Value = frozenset[Any]  # MESSAGES, MESSAGE, CONTENT and macros: everything that an expression may stand for
 UNKNOWN: Value = frozenset()
 
 
@@ -32,7 +32,7 @@ class Generation(Extension):
 def loops_over_content(source: str) -> bool:
     """Whether a template loops over the content of a message; False where it cannot be parsed."""
     reader = Reader()
-    with suppress(TemplateSyntaxError, RecursionError):  # rendering it says so
+    with suppress(TemplateSyntaxError, RecursionError):  # rendering will report it
         reader.visit(Environment(extensions=["jinja2.ext.loopcontrols", Generation]).parse(source).body)
     return reader.has_loop
 
@@ -59,7 +59,7 @@ class Reader:
             getattr(self, f"_visit_{type(node).__name__}", self._visit_any)(node)
 
     def _visit_within(self, scope: dict[str, Value], statements: Iterable[nodes.Node]) -> dict[str, Value]:
-        """Visit statements in a scope of their own; returns it with what they assign."""
+        """Visit statements in a scope of their own; returns the scope with their assignments."""
         self._scopes.append(scope)
         self.visit(statements)
         return self._scopes.pop()
@@ -122,7 +122,7 @@ class Reader:
     def _assign(self, target: nodes.Node, value: Value) -> None:
         if isinstance(target, nodes.Name):
             self._scopes[-1][target.name] = value
-        elif isinstance(target, nodes.NSRef):  # seen from every scope, and where it was not assigned yet
+        elif isinstance(target, nodes.NSRef):  # every scope sees it, also where it was not assigned yet
             name = f"{target.name}.{target.attr}"
             self._scopes[0][name] = self._look_up(name) | value
         elif isinstance(target, nodes.Tuple):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from nanovllm.errors import as_request_error
 
-REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no UTF-8; at the end perhaps an incomplete character
+REPLACEMENT = "\ufffd"  # written by decoders for bytes that are not UTF-8; at the end perhaps an incomplete character
 PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 # GPT-2's alphabet: a token of a byte-level vocabulary has one character for each of its bytes
 BYTE_OF = {byte if byte in PRINTABLE else next(beyond): byte for beyond in [count(0x100)] for byte in range(256)}
@@ -22,7 +22,7 @@ def decode(tokenizer: Any, token_ids: list[int], skip_special_tokens: bool = Tru
     """Decode all ids of a text that begins with them; raises RequestError whatever the tokenizer raises."""
     backend = backend_of(tokenizer)
     try:
-        if backend is not None:  # transformers would look at each id before it calls it
+        if backend is not None:  # transformers would check each id before the call
             return backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return tokenizer.decode(
             token_ids,
@@ -30,19 +30,19 @@ def decode(tokenizer: Any, token_ids: list[int], skip_special_tokens: bool = Tru
             spaces_between_special_tokens=spaces_between_special_tokens,
             clean_up_tokenization_spaces=False,
         )
-    except BaseException as error:  # a panic of tokenizers is no Exception
+    except BaseException as error:  # a panic of tokenizers is not an Exception
         refused = as_request_error(error)
         raise refused from refused.__cause__
 
 
 def decode_completion(tokenizer: Any, token_ids: list[int], *flags: bool) -> str:
-    """Decode all ids to the text that ``IncrementalDetokenizer`` gives piece by piece: it stands behind a prompt's."""
+    """Decode all ids to the text that ``IncrementalDetokenizer`` gives piece by piece; it follows a prompt's text."""
     space = _special_ids(tokenizer, len(tokenizer))[2]
     return decode(tokenizer, space + token_ids if space else token_ids, *flags)
 
 
 def backend_of(tokenizer: Any) -> Any:
-    """The tokenizer of the tokenizers library behind it; None if it is written in Python."""
+    """The tokenizers library's tokenizer that it wraps; None if it is written in Python."""
     return getattr(tokenizer, "backend_tokenizer", None)
 
 
@@ -94,13 +94,13 @@ class IncrementalDetokenizer:
         for token_id in space if self._backend is not None else ():
             self._stream.step(self._backend, token_id)
         self._skipped_ids = special_ids if skip_special_tokens else frozenset()
-        self._context = space  # the tokens of the last text that was given out
-        self._pending: list[int] = []  # those after it
-        self._run: list[int] = []  # byte tokens at their end, which the stream was not given yet
+        self._context = space  # tokens of the last text that was given out
+        self._pending: list[int] = []  # tokens after that text
+        self._run: list[int] = []  # byte tokens at their end that the stream has not received
 
     def feed(self, token_id: int) -> str:
         """The text that is certain now, whatever follows, and was not before; "" inside a UTF-8 character."""
-        if token_id in self._skipped_ids:  # no text; a long run of them would be decoded again and again
+        if token_id in self._skipped_ids:  # they have no text; a long run of them would be decoded again and again
             return ""
         self._pending.append(token_id)
         if token_id in self._byte_ids:
@@ -112,7 +112,7 @@ class IncrementalDetokenizer:
                 new = self._stream.step(self._backend, [*self._run, token_id] if self._run else token_id)
             except (KeyboardInterrupt, SystemExit):
                 raise
-            except BaseException:  # of a decoder that changes text before the token: the stream goes no further
+            except BaseException:  # a decoder changes text before the token, so the stream cannot go on
                 self._backend = None
         if self._backend is None:
             new = self._pending_text()
@@ -145,7 +145,7 @@ def _special_ids(tokenizer: Any, num_tokens: int) -> tuple[frozenset[int], froze
 
     A run of byte tokens becomes text as a whole: one bad byte makes replacement characters of all, so its text is
     certain only after its end. Decoders of Llama 2's kind strip a text's first space, which encoding prepends. A
-    completion begins no text: behind a space to strip, it keeps its own.
+    completion begins no text: after a space to strip, it keeps its own.
     """
     backend = backend_of(tokenizer)
     if backend is None:

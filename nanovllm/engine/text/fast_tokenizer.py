@@ -9,9 +9,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-OLDEST_TRANSFORMERS = (5, 17)  # older ones read the files in other ways
+OLDEST_TRANSFORMERS = (5, 17)  # older versions read the files in other ways
 AS_IS, QWEN = "TokenizersBackend", "Qwen2Tokenizer"  # transformers' classes
-# Model type in config.json -> the class that transformers takes: None, the one that tokenizer_config.json names
+# Model type in config.json -> transformers' class; None: the class that tokenizer_config.json names
 CLASSES: dict[str | None, str | None] = {
     **dict.fromkeys(("llama", "smollm3", "seed_oss", "exaone4", "qwen3", "qwen3_moe", "qwen2_moe", "gemma", "gemma2",
                      "gemma3", "gemma3_text", "olmoe", None)),
@@ -22,7 +22,7 @@ QWEN_DEFAULTS = dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoft
 QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Keys of tokenizer_config.json that ask for more than the file
+# Keys of tokenizer_config.json that need transformers
 NEED_TRANSFORMERS = ("auto_map", "fast_tokenizer_files", "fix_mistral_regex", "init_inputs", "split_special_tokens",
                      "model_specific_special_tokens")  # fmt: skip
 
@@ -66,7 +66,7 @@ def load_fast(model_path: str) -> FastTokenizer | None:
     tokens = {key: _content(token) for key, token in config.items() if key.endswith("_token")}
     tokens = (QWEN_DEFAULTS if name == QWEN else {}) | tokens
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    # others transformers would add, or change their flags; a dictionary gives its keys here, which are no tokens
+    # transformers would add other tokens or change their flags; a dictionary yields its keys, which are not tokens
     for content in {*tokens.values(), *map(_content, extra)}:
         if isinstance(content, str) and AddedToken(content, special=True).__getstate__() not in added.values():
             return None

@@ -11,18 +11,18 @@ from typing import Any
 
 from nanovllm.errors import CheckpointError, RequestError
 
-LONG = 1_000_000  # characters; shorter texts take less than a second, and are not looked at
+LONG = 1_000_000  # characters; shorter texts take less than a second and are not checked
 WHITESPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
-# Steps of a tokenizer.json -> characters of a text that become one at most: NFC composes up to four (Unicode's table).
-# With any other step, one that drops or replaces characters, there is no bound.
+# Steps of a tokenizer.json -> most characters of a text that become one: NFC composes up to four (Unicode's table).
+# Any other step may drop or replace characters, and then there is no bound.
 NORMALIZERS = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1, "Lowercase": 1, "Prepend": 1, "ByteLevel": 1}
 PRE_TOKENIZERS = ("ByteLevel", "Split", "Digits", "Metaspace", "Punctuation", "UnicodeScripts")
 DROP_WHITESPACE = ("Whitespace", "WhitespaceSplit", "BertPreTokenizer")
 
-MAX_GROWTH = 16  # of a text in one part of a tokenizer; published ones stay below 5
+MAX_GROWTH = 16  # most growth of a text in one part of a tokenizer; published parts stay below 5
 PARTS = (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers"), ("decoder", "decoders"))
-NFKC_GROWTH = 18  # of U+FDFA; Unicode's own forms are no growth here
-UTF8_BYTES = 4  # of a character, at most; each becomes a character in a step named ByteLevel
+NFKC_GROWTH = 18  # characters that U+FDFA becomes; growth by Unicode's own forms is not counted
+UTF8_BYTES = 4  # most bytes of a character; each byte becomes a character in a step named ByteLevel
 
 
 def check_growth(tokenizer: Any, model_path: str) -> None:
@@ -32,7 +32,7 @@ def check_growth(tokenizer: Any, model_path: str) -> None:
             continue
         try:
             steps = _steps(json.loads(step.__getstate__()), inner)
-        except Exception:  # Python's code, which is no file's
+        except Exception:  # a step written in Python comes from no file
             continue
         if (growth := math.prod(map(_growth, steps))) > MAX_GROWTH:
             raise CheckpointError(
@@ -43,7 +43,7 @@ def check_growth(tokenizer: Any, model_path: str) -> None:
 
 def _growth(step: dict[str, Any]) -> float:
     """The most characters that one character becomes in a step."""
-    if step["type"] == "Prepend":  # a text may have one character
+    if step["type"] == "Prepend":  # the text may be a single character
         return 1 + len(step["prepend"])
     if step["type"] == "Replace":
         added, pattern = len(step["content"]), step["pattern"].get("String")
@@ -61,7 +61,7 @@ class Lengths:
 
     def __init__(self) -> None:
         self._bound: tuple[int, int, bool] | None = None
-        self._of: tuple[int, int] | None = None  # identity and size of the tokenizer, to which tokens may be added
+        self._of: tuple[int, int] | None = None  # identity and size of the tokenizer, as tokens may be added
 
     def check(self, which: str, text: str, params: Any, max_model_len: int, tokenizer: Any) -> None:
         """Raise RequestError if the text cannot fit, unless its parameters, one or a list, cut it.
@@ -123,7 +123,7 @@ def characters_per_token(backend: Any) -> tuple[int, int, bool] | None:
         from tokenizers.pre_tokenizers import ByteLevel
 
         by_bytes = ByteLevel.alphabet()
-    # else unknown characters vanish, or any number of them is one token
+    # else unknown characters vanish, or any number of them becomes one token
     return (of_token, composed, drops_whitespace) if all(map(model["vocab"].__contains__, by_bytes)) else None
 
 

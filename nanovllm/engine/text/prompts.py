@@ -21,7 +21,7 @@ def is_one_prompt(prompts: Any) -> bool:
     """Whether this is a prompt and not a collection of prompts."""
     if isinstance(prompts, (str, dict)):
         return True
-    if getattr(prompts, "ndim", None) == 1:  # numpy's or torch's, which is not imported for it
+    if getattr(prompts, "ndim", None) == 1:  # an array of numpy or torch, checked without importing torch
         return "int" in str(getattr(prompts, "dtype", ""))
     return isinstance(prompts, (list, tuple, range)) and len(prompts) > 0 and isinstance(prompts[0], (int, np.integer))
 
@@ -45,7 +45,7 @@ def split_prompt(prompt: Prompt) -> tuple[str | None, Any]:
 def as_token_ids(token_ids: Any, rule: str = "a prompt must be a string or a flat list of integer token ids"
                  ) -> np.ndarray:
     """A prompt as an integer array [n], a copy; raises RequestError for anything but a flat list of integers."""
-    token_ids = getattr(token_ids, "prompt_ids", token_ids)  # of an Attachment
+    token_ids = getattr(token_ids, "prompt_ids", token_ids)  # an Attachment has its prompt_ids
     if isinstance(token_ids, np.ndarray):
         if token_ids.ndim == 1 and token_ids.dtype.kind in "iu":
             return token_ids.copy()

@@ -13,8 +13,8 @@ from nanovllm.engine.text.detokenizer import backend_of, decode, decode_completi
 from nanovllm.outputs import ReasoningBlock
 from nanovllm.sampling_params import StructuredOutputsParams
 
-MAX_TAIL = 128  # tokens of a prompt that are decoded to look for marks of several tokens
-BOUNDARY, OWN = 1, 2  # kinds of token ids: other special tokens, and those of the marks
+MAX_TAIL = 128  # tokens of a prompt that are decoded to find marks of several tokens
+BOUNDARY, OWN = 1, 2  # kinds of token ids: special tokens that are no marks, and the marks
 NOWHERE = -1, -1
 
 
@@ -26,7 +26,7 @@ class ReasoningMarks(NamedTuple):
 
     @classmethod
     def alone(cls, start: str | None, end: str | None) -> "ReasoningMarks":
-        """From the options of an engine, whose end may have a phrase before the mark, and text behind it.
+        """From the options of an engine, whose end may have a phrase before the mark, and text after it.
 
         The mark that belongs to ``start`` is that of a published pair, or ``start`` with a slash (``</think>``), or
         else the last text in the brackets that ``start`` has.
@@ -72,7 +72,7 @@ class ReasoningFinder:
         self._ids = [self._encode(mark) for mark in marks]
         own = {i for ids in self._ids for i in ids}
         self._are_tokens, self._are_skipped = all(len(ids) == 1 for ids in self._ids), bool(own & special)
-        # of token ids, clipped to the last one, which is neither
+        # kinds of token ids; ids are clipped to the last entry, which has neither kind
         self._kinds = np.zeros(max(special | own, default=0) + 2, np.int8)
         self._kinds[[*(special - own)]], self._kinds[[*own]] = BOUNDARY, OWN
 
@@ -83,7 +83,7 @@ class ReasoningFinder:
     def _begins(self, prompt_ids: np.ndarray) -> str:
         """Whether a completion of the prompt begins "inside" the thinking, "after" it, or ("") elsewhere.
 
-        A template may open the block, or close an empty one, behind its last special token.
+        A template may open the block, or close an empty one, after its last special token.
         """
         kinds = self._kinds.take(prompt_ids, mode="clip")
         first = int(np.flatnonzero(kinds == BOUNDARY).max(initial=-1)) + 1
@@ -92,7 +92,7 @@ class ReasoningFinder:
         tail = prompt_ids[first if self._are_tokens else max(first, len(prompt_ids) - MAX_TAIL) :]
         text = decode(self._tokenizer, tail.tolist(), skip_special_tokens=False)
         start, end = map(text.rfind, self._marks)
-        if start > end:  # nor has the message ended since, with a token that the marks have too (gpt-oss)
+        if start > end:  # unless a token that the marks also contain has ended the message (gpt-oss)
             behind = text[start + len(self._marks.start) :]
             return "" if any(token and token in behind for token in self._special) else "inside"
         return "after" if end >= 0 and not text[end + len(self._marks.end) :].strip() else ""
@@ -111,12 +111,12 @@ class ReasoningFinder:
             prompt_ids: integers [num_prompt_tokens].
             text: of ``token_ids``, or its beginning.
             flags: of the text, ``skip_special_tokens`` and ``spaces_between_special_tokens``.
-            must_open: only prompt and beginning of the text open a block, as where a grammar begins behind it.
+            must_open: only the prompt or the beginning of the text opens a block, as when a grammar follows it.
         """
         (start, behind_start), (end, behind_end) = self._marks_in(text, token_ids, *flags)
         begins = self._begins(prompt_ids)
         has_end, is_first = end >= 0, start >= 0 and not text[:start].strip()
-        if not has_end:  # so far, or for ever
+        if not has_end:  # not yet, or never
             end = behind_end = len(text)
         if is_first or (start >= 0 and has_end and begins != "inside" and not must_open):
             return ReasoningBlock(start, behind_start, end, behind_end)

@@ -20,8 +20,8 @@ class StopStrings:
         self._longest = max(map(len, self._stop))
         self._num_unsearched = params.min_tokens  # tokens to come
         self._text: list[str] = []  # certain text, in pieces
-        self._end = ""  # of it: where a stop string may begin
-        self._num_searched = 0  # characters of the end, and of the uncertain text behind it
+        self._end = ""  # end of the certain text, where a stop string may begin
+        self._num_searched = 0  # characters searched so far in that end and in the uncertain text after it
 
     def update(self, token_id: int) -> tuple[str, str] | None:
         """Take in the next token: the stop string that it completes and the text to keep, or None."""

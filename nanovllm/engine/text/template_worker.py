@@ -44,9 +44,9 @@ from typing import Any, BinaryIO
 from nanovllm.errors import RequestError
 from nanovllm.utils.time_limit import TimeLimitError, time_limit
 
-MEMORY = 2 << 30  # bytes beyond those at the start
-LEFTOVER = 512 << 20  # of them, bytes still occupied after a request: the worker is replaced
-CHUNK = 64  # conversations of one request
+MEMORY = 2 << 30  # most bytes beyond those at the start
+LEFTOVER = 512 << 20  # if more bytes stay occupied after a request, the worker is replaced
+CHUNK = 64  # conversations per request
 MAX_FORMS = 10_000
 START_SECONDS = 120.0  # for imports from a cold disk
 PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from nanovllm.engine.text.template_worker import serve; serve()"
@@ -67,7 +67,7 @@ class TemplateWorker:
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self._process: subprocess.Popen | None = None
-        self._forms: set[tuple] = set()  # that the checkpoint's template has rendered there
+        self._forms: set[tuple] = set()  # forms that the checkpoint's template has rendered there
         self._is_up = False  # the process has reported that it is ready
         self._end: weakref.finalize | None = None
 
@@ -138,7 +138,7 @@ class TemplateWorker:
             return self._process
         self.close()
         path = [part for part in sys.path if isinstance(part, str)]
-        try:  # apart from the terminal, whose Ctrl-C goes to all processes of its group or console
+        try:  # detached from the terminal, whose Ctrl-C reaches every process of its group or console
             process = subprocess.Popen(
                 [sys.executable, "-c", PROGRAM, *path], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL, start_new_session=True,
@@ -171,11 +171,11 @@ class TemplateWorker:
                 took, is_up = time.monotonic() - before, self._is_up
                 self.close()
             except BaseException:
-                self.close()  # Ctrl-C: replies to come would be taken for those of the next request
+                self.close()  # Ctrl-C: replies still to come would be taken for those of the next request
                 raise
         if not is_up:
             raise RequestError("the process that renders chat templates did not start; can it import transformers?")
-        if before and took > 0.9 * seconds:  # this process may have read the reply before it a little late
+        if before and took > 0.9 * seconds:  # this process may have read the previous reply a little late
             raise RequestError(TOO_LONG.format(seconds))
         raise RequestError(f"the model's chat template ended its process (exit code {process.returncode}).")
 
@@ -202,7 +202,7 @@ def _end(process: subprocess.Popen, owner: int) -> None:
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
-        with suppress(OSError):  # a request that was not read
+        with suppress(OSError):  # the request was not read
             pipe.close()  # type: ignore[union-attr]
 
 
@@ -231,7 +231,7 @@ def _plain(value: Any) -> Any:
     """The value in Python's own types, which ``marshal`` takes; raises RequestError if it has no such form."""
     if value is None or type(value) in (str, int, float, bool):
         return value
-    if isinstance(value, (dict, Mapping)):  # most have strings alone, and calls take time
+    if isinstance(value, (dict, Mapping)):  # most hold only strings, and calls take time
         return {
             name if type(name) is str else _plain(name): x if type(x) is str else _plain(x) for name, x in value.items()
         }
@@ -264,7 +264,7 @@ def _failure(error: Exception) -> str:
 def serve() -> None:
     """Main function of the worker: render requests from stdin until it is closed."""
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints is no reply
+    os.dup2(2, 1)  # keeps what libraries print out of the replies
     if hasattr(signal, "setitimer"):  # the parent may ignore the signal, or block it
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
@@ -293,10 +293,10 @@ def serve() -> None:
                 is_text, text = False, _failure(error)
             _limit_time(0)
             is_end = not is_text or i == len(conversations)
-            # what stays occupied, as by the templates that transformers keeps, would be missing for the next
+            # occupied memory, as by templates that transformers keeps, would be missing for the next request
             _reply(replies, is_text, is_end and _memory() > at_start + LEFTOVER, text)
             if is_end:
-                break  # nobody reads on after an error
+                break  # the parent stops reading after an error
     os._exit(0)
 
 
@@ -308,7 +308,7 @@ def _reply(replies: BinaryIO, is_text: bool, is_last: bool, text: str) -> None:
 
 
 def _limit_time(seconds: float) -> None:
-    """End this process after so many seconds, whatever runs in it; 0 takes the limit back."""
+    """End this process after ``seconds``, whatever runs in it; 0 removes the limit."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM ends the process, without Python
     elif seconds:
@@ -318,7 +318,7 @@ def _limit_time(seconds: float) -> None:
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Make allocations beyond so many bytes fail, where the system can."""
+    """Make allocations beyond ``num_bytes`` fail, if the system supports it."""
     if sys.platform == "linux":
         import resource
 

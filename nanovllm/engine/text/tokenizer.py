@@ -25,8 +25,8 @@ from nanovllm.utils.checkpoint import LOADING_LOCK
 
 T = TypeVar("T")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-TEMPLATE_SECONDS = 20.0  # for one conversation; most take a millisecond
-MAX_CHARACTERS = 100_000_000  # of a text: a minute of tokenizing, and more tokens than any context
+TEMPLATE_SECONDS = 20.0  # limit for one conversation; most take a millisecond
+MAX_CHARACTERS = 100_000_000  # longest text: a minute of tokenizing, and more tokens than any context
 
 
 class AsyncTokenizer:
@@ -42,8 +42,8 @@ class AsyncTokenizer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-tokenizer")
         self._loading: Future | None = None
         self._source = model_path, trust_remote_code
-        self._marks: ReasoningMarks | None = None  # the user's
-        self._no_text = done("")  # one for all: making one takes as long as the rest of an output
+        self._marks: ReasoningMarks | None = None  # marks that the user has set
+        self._no_text = done("")  # shared, because making one takes as long as the rest of an output
         self._lengths = Lengths()
         self._templates = TemplateWorker()
         if not skip:
@@ -61,7 +61,7 @@ class AsyncTokenizer:
 
     def of_transformers(self) -> Any:
         """The transformers tokenizer, loaded now if it was not; None if it was skipped. It is used from now on."""
-        if isinstance(self.tokenizer, FastTokenizer):  # not under the lock, which its loading may take
+        if isinstance(self.tokenizer, FastTokenizer):  # outside the lock, which loading it may take
             with LOADING_LOCK:
                 if isinstance(self.tokenizer, FastTokenizer):
                     self.replace(_load_with_transformers(*self._source))
@@ -101,7 +101,7 @@ class AsyncTokenizer:
         try:
             return _token_ids(tokenizer, given, add_special_tokens)
         except RequestError:
-            for i, text in enumerate(texts, first):  # whose fault is it?
+            for i, text in enumerate(texts, first):  # find the text at fault
                 if text is not None and first + len(texts) > 1:
                     _token_ids(tokenizer, [text], add_special_tokens, f"prompt {i}: ")
             raise
@@ -157,7 +157,7 @@ class AsyncTokenizer:
     def template_variables(self, chat_template: str | None) -> set[str]:
         """Names in the code of the chat template, such as "enable_thinking"."""
         self._required()
-        own = self.of_transformers().chat_template  # several may have names
+        own = self.of_transformers().chat_template  # it may be several, by name
         template = (own.get(chat_template, chat_template) if isinstance(own, dict) else chat_template) or own
         sources = template.values() if isinstance(template, dict) else [template or ""]
         return {name for source in sources for name in variables(source)}
@@ -245,7 +245,7 @@ def _token_ids(tokenizer: Any, texts: list[str], add_special_tokens: bool, which
 def _load(model_path: str, trust_remote_code: bool) -> Any:
     try:
         tokenizer = load_fast(model_path)
-    except BaseException:  # a damaged file may raise anything; transformers says what it makes of it
+    except BaseException:  # a damaged file may raise anything; transformers decides what to make of it
         tokenizer = None
     tokenizer = _load_with_transformers(model_path, trust_remote_code) if tokenizer is None else tokenizer
     check_growth(tokenizer, model_path)

@@ -20,7 +20,7 @@ def read_pooled_states(sampler: Sampler, rows: PooledRows, hidden: torch.Tensor,
 
 
 def sums(states: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """Of rows fp32 [sum(sizes), C] the sums of the first sizes[0], the next sizes[1], ...: [P, C]."""
+    """Sum rows fp32 [sum(sizes), C] in runs of sizes[0], sizes[1], ...: [P, C]."""
     # unsafe: it would wait for the device, to check the sizes
     return states if len(states) == len(sizes) else torch.segment_reduce(states, "sum", lengths=sizes, unsafe=True)
 
