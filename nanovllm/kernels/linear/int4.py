@@ -122,7 +122,7 @@ def int4_gemv_kernel(
 def load_halves(
     scale_ptrs, zero_ptr, zero_offs, channel, GROUP: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr
 ):  # fmt: skip
-    """Load scales and zeros of the tile at a channel, and with PAIRS those of the next tile."""
+    """Load scales and zeros of the tile at a channel, and with PAIRS of the next tile too."""
     group = channel // GROUP
     scale, zero = tl.load(scale_ptrs + group), load_zero(zero_ptr, zero_offs + group, zero_offs >= 0)
     if PAIRS and GROUP < 2 * TILE:

@@ -107,7 +107,7 @@ class Tokens(NamedTuple):
     scale: torch.Tensor | None = None  # fp32 [T], or [C / 128, T]: one for each 128 channels
 
     def whole_tiles(self):
-        """Data and scale up to a multiple of TILE_TOKENS rows, as `rms_norm` allocates them; added rows are undefined."""
+        """Data and scale up to a multiple of TILE_TOKENS, as `rms_norm` allocates them; added rows are undefined."""
         num_rows = -(-len(self.data) // TILE_TOKENS) * TILE_TOKENS
         data = self.data.as_strided((num_rows, self.data.shape[1]), self.data.stride())
         return data, self.scale.as_strided((num_rows,), (1,))
