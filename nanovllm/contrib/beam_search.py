@@ -90,7 +90,7 @@ def beam_search(llm: "LLM", prompts: "ListLike[Prompt]", params: BeamSearchParam
         raise RequestError(f"params must be a BeamSearchParams, not {type(params).__name__}.")
     params = replace(params)  # a checked copy
     eos = frozenset() if params.ignore_eos else frozenset(llm.eos_token_ids)
-    # of one beam the step needs its best beam_width continuations and as many that do not end it
+    # for each beam the step needs its best beam_width continuations, and beam_width of them that do not end it
     num_candidates = params.beam_width + len(eos)
     prompts = [llm.load_parts(prompt) for prompt in prompts]
     outputs = llm.most_probable(prompts, num_candidates)

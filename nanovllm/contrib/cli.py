@@ -20,11 +20,11 @@ from nanovllm.errors import NanoVLLMError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.validation import did_you_mean
 
-# of SamplingParams: functions are for programs
+# fields of SamplingParams but logits_processors: functions are for programs
 SAMPLING_FIELDS = [f for f in fields(SamplingParams) if f.name != "logits_processors"]
-# of Config: --seed is the requests', quiet is for scripts
+# fields of Config but some: --seed belongs to the requests, quiet is for scripts
 ENGINE_FIELDS = [f for f in fields(Config) if f.init and f.name not in ("model", "seed", "quiet")]
-EXAMPLES = {  # of options that are JSON
+EXAMPLES = {  # values of options that take JSON
     "stop_token_ids": "[198, 271]", "allowed_token_ids": "[15, 16]", "logprob_token_ids": "[15, 16]",
     "logit_bias": '{"198": -5.5}', "structured_outputs": '{"json": {"type": "object"}, "disable_any_whitespace": true}',
     "speculative_config": '{"method": "ngram"}',

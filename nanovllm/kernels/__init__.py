@@ -1,4 +1,4 @@
-"""Kernels by subject, each with a reference implementation in PyTorch in the ``reference.py`` beside it.
+"""Kernels by subject, each with a PyTorch reference implementation in ``reference.py`` of the same folder.
 
 Owns the table of operations and the choice of backend, made once when a layer is built: Triton on CUDA, the references
 elsewhere. Triton is imported only if chosen.
@@ -41,8 +41,8 @@ def select(device_type: str | None = None, folder: str = "") -> SimpleNamespace:
 
     ``folder``: take the operations of a folder that has its own table ``OPS``, such as "gated_delta".
 
-    ``beside(module)`` among them gives the functions of a module of references, such as "nanovllm.sampling.filters":
-    itself, or for CUDA the module of kernels with the same names, kernels/sampling/filters.py.
+    ``beside(module)`` takes the name of a reference module, such as "nanovllm.sampling.filters", and returns that
+    module; for CUDA it returns the module of kernels with the same names, kernels/sampling/filters.py.
 
     Raises:
         ConfigError: a CUDA device without Triton.

@@ -10,8 +10,8 @@ import triton.language as tl
 
 from .launch import launch, launch_options, pdl_launch_dependents, pdl_wait
 
-EMPTY = tl.constexpr(-1)  # a word that has not come: as floats of 16 or 32 bits, NaNs that no operation returns
-NAN = tl.constexpr(0x7FFF7FFF)  # what is sent instead: other NaNs, one of 32 bits or two of 16
+EMPTY = tl.constexpr(-1)  # a word that has not arrived: as 16- or 32-bit floats, NaNs that no operation returns
+NAN = tl.constexpr(0x7FFF7FFF)  # sent in place of EMPTY: other NaNs, one of 32 bits or two of 16
 
 
 @triton.jit
@@ -27,19 +27,19 @@ def push_kernel(
 ):  # fmt: skip
     """Push BLOCK words into the other ranks' buffers; take theirs out of this rank's, and sum (GATHER: copy) by rank.
 
-    The words are their own signal: a buffer is EMPTY wherever nothing has come, and who takes a word leaves EMPTY
-    behind. So nothing need be ordered: .wt stores and volatile loads are relaxed, system scope, and 32-bit accesses are
+    The words are their own signal: a buffer is EMPTY where nothing has arrived, and the reader of a word resets it to
+    EMPTY. So no order is needed: .wt stores and volatile loads are relaxed, system scope, and 32-bit accesses are
     single, also as elements of a 128-bit access (PTX, "Vector data-types").
 
-    Every rank has the same launches in the same order, and one of them in flight. Double buffering is safe: a rank
-    stores words of a program's launch n + 2 after its launch n + 1, which received words of n + 1 from every rank, sent
-    after that rank's launch n (griddepcontrol.wait), which has emptied what n + 2 will fill.
+    Every rank makes the same launches in the same order, one at a time. Double buffering is safe: a rank stores the
+    words of launch n + 2 after its launch n + 1, which received words from every rank. Each rank sent them after its
+    launch n (griddepcontrol.wait), and that launch emptied the words that n + 2 fills.
 
-    More programs than a device holds at once need that it starts them in the order of their numbers, as all NVIDIA GPUs
-    do: then the least program that waits anywhere has been sent its words, or soon is.
+    A grid larger than a device holds at once requires that programs start in the order of their numbers, as on all
+    NVIDIA GPUs: then the lowest-numbered program that waits on any rank has been sent its words, or soon will be.
 
-    A program pushes all its words even where x has fewer. It has at least THREADS: if threads held copies of a word,
-    each loaded for itself, some might find it emptied by others.
+    A program pushes all BLOCK words even where x has fewer. BLOCK is at least THREADS: if several threads held copies
+    of a word, each would load it, and some might find it already reset by another.
     """
     tl.static_assert(BLOCK >= THREADS)
     pdl_launch_dependents(USE_PDL)
@@ -115,9 +115,9 @@ def push(x, out, buffers, launches, abort_flag, capacity, rank, world, gather=Fa
     """out = sum of x over ranks, may be x; with `gather` out [world, ...] = x of each rank.
 
     x has any shape, contiguous, of 16-bit or 32-bit floats, a multiple of 4 bytes. Sums are in fp32, rounded once, the
-    same bits on all ranks. Gathered bits are those of x; a pair of 16 bits or 32 bits all set, a NaN, is another NaN.
+    same bits on all ranks. Gathered bits are those of x, but 32 set bits (one NaN or two) become another NaN.
 
-    Every rank has the same launches in the same order.
+    Every rank must make the same launches in the same order.
 
     Args:
         buffers: i64[world] on the device, address of each rank's buffer, i32[2, world - 1, capacity], at first EMPTY.

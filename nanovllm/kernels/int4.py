@@ -1,4 +1,4 @@
-"""Weights of 4-bit integers: a number is (code - zero) * scale, with a code of 0 to 15, scale and zero of its group.
+"""Weights of 4-bit integers: a number is (code - zero) * scale; codes are 0 to 15, and a group shares scale and zero.
 
 A group is one of the equal parts of a row's channels. A word of 32 bits has 8 codes, code n at bits 4n. Activations
 stay in their own dtype (W4A16).
@@ -10,12 +10,12 @@ from functools import cache
 
 import torch
 
-CODES = 8  # in a word
+CODES = 8  # codes in a word
 MAX_TILE, MIN_TILE = 128, 32  # channels
 MIDDLE = 8  # the zero of a symmetric weight
-# What torch's product of 4-bit weights on the CPU takes. In fp32 and fp16 it takes 25 times as long as in bf16.
+# Shapes and dtype that torch's 4-bit product on the CPU takes. fp32 and fp16 take 25 times as long as bf16.
 CPU_GROUPS, CPU_FEATURES, CPU_DTYPE = (256, 128, 64, 32), 16, torch.bfloat16
-# Tokens up to which it is faster than dequantizing the weight, which takes 0.5 ns a number.
+# Up to this many tokens it is faster than dequantizing the weight, which takes 0.5 ns a number.
 MAX_TOKENS_CPU = 48
 
 
@@ -36,8 +36,8 @@ def tiled(codes, tile):
 def channels_of(num_channels, tile, device):
     """The channel at each place, i64 [C].
 
-    Code i or i + 4 of word b of thread t of a tile is channel 32b + 8i + 2t, or the next. A thread's words are
-    neighbours.
+    In a tile, code i of word b of thread t is channel 32b + 8i + 2t, and code i + 4 is the next channel. A thread's
+    words are neighbours.
     """
     return tiled(torch.arange(num_channels, device=device), tile)
 
@@ -49,7 +49,7 @@ def codes_of(words, bits=4):
 
 
 def packed(codes, tile):
-    """Words int32 [..., C / 8] of codes uint8 [..., C], C a multiple of 8, in tiles."""
+    """Pack codes uint8 [..., C], C a multiple of 8, into words int32 [..., C / 8], in tiles."""
     codes = tiled(codes, tile)
     bytes_ = codes[..., 0::2] | codes[..., 1::2] << 4
     return bytes_.contiguous().view(torch.int32)
@@ -58,7 +58,7 @@ def packed(codes, tile):
 def dequantized(words, scale, zero, dtype):
     """Numbers [..., N, C] in `dtype`, of words int32 [..., N, C / 8], scale [..., N, G] and zero int8 likewise or None.
 
-    Channels are in the order of the words. Without a zero it is 8. Differences of code and zero are exact in 16 bits,
+    Channels are in the order of the words. A missing zero is 8. Differences of code and zero are exact in 16 bits;
     products with the scale are rounded once.
     """
     table = pairs(dtype, words.device, MIDDLE if zero is None else 0)
@@ -71,16 +71,16 @@ def dequantized(words, scale, zero, dtype):
 
 @cache
 def pairs(dtype, device, zero):
-    """Both numbers of each byte, less `zero`, as one integer, which is looked up faster than two are shifted."""
+    """Table of each byte's two numbers, less `zero`, as one integer: one lookup is faster than two shifts."""
     byte = torch.arange(256, device=device)
     both = torch.stack((byte & 15, byte >> 4), -1) - zero
     return both.to(dtype).view(torch.int64 if dtype.itemsize == 4 else torch.int32).flatten()
 
 
 def pack(words, scale, zero):
-    """Weight and scales as torch's product on the CPU takes them, with the channels of a group; None where it has none.
+    """Weight and scales as torch's CPU product takes them, with the channels of a group; None if it cannot take them.
 
-    It adds to each number -zero * scale, rounded to bf16.
+    The product adds -zero * scale, rounded to bf16, to each number.
     """
     num_features, num_channels = words.shape[0], words.shape[1] * CODES
     size = next((size for size in CPU_GROUPS if num_channels // scale.shape[1] % size == 0), 0)
@@ -97,7 +97,7 @@ def pack(words, scale, zero):
 
 
 def linear(x, weight, bias):
-    """x [T, C] times the transpose of a Weight, plus bias: [T, N]; of few tokens by its copy of `pack`."""
+    """x [T, C] times the transpose of a Weight, plus bias: [T, N]; few tokens use the copy made by `pack`."""
     if weight.packed is None or len(x) > MAX_TOKENS_CPU:
         numbers = dequantized(weight.data, weight.scale, weight.zero, x.dtype)
         x = x.gather(1, weight.channels.expand(len(x), -1))  # in a quarter of index_select's time

@@ -1,15 +1,15 @@
 """Triton: compilation and launch of kernels, device queries, zeroed counters. Knows nothing of the kernels themselves.
 
 Programmatic dependent launch (PDL, sm_90 and later): a grid may start once every program of the previous one has
-executed griddepcontrol.launch_dependents or exited, so its prologue overlaps the previous tail. griddepcontrol.wait
-returns when the previous grid has completed and flushed its writes. Since every kernel executes it, ordering is
-transitive. Only memory that no kernel in flight writes (weights) may be read before it; after weights are written,
+executed griddepcontrol.launch_dependents or exited, so its prologue overlaps the previous grid's tail. The wait
+(griddepcontrol.wait) returns when that grid has completed and flushed its writes. Since every kernel waits, ordering is
+transitive. Before the wait, read only memory that no kernel in flight writes (weights); after weights are written,
 synchronize or launch a kernel without PDL first.
 
 Exceptions: decode and prefix attention and norm_rope_store read request indices, lengths, block tables, prefix groups,
-scales of the KV cache, positions and slots before the wait; so does a decode step of the gated delta net, and also the
-states that the step before left. The embedding, an ordinary launch, lies between their writers and them: it starts when
-all earlier grids have completed, and no grid behind it starts before it. Programs of decode attention without work exit
+scales of the KV cache, positions and slots before the wait. So does a decode step of the gated delta net, which also
+reads the previous step's states. The embedding, an ordinary launch, separates them from their writers: it starts when
+all earlier grids have completed, and no later grid starts before it. Programs of decode attention without work exit
 without the wait; one always has work, so its grid waits, and signals launch_dependents only after that.
 
 JIT specialization: Triton compiles another variant for an integer equal to 1 or divisible by 16, in about a second.
@@ -32,7 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 compile_only: ContextVar[bool] = ContextVar("compile_only", default=False)  # per thread: other engines may serve
 
 
-# On a Hopper GPU: run what other GPUs run, with the shared memory of the smallest, so that one GPU tests both.
+# On a Hopper GPU: run the kernels of other GPUs, with the shared memory of the smallest, so that one GPU tests both.
 WITHOUT_HOPPER = os.environ.get("NANOVLLM_WITHOUT_HOPPER", "0") not in ("", "0")
 
 
@@ -43,7 +43,7 @@ class _Compilers(ThreadPoolExecutor):
         return super().submit(lambda: _load(compile_kernel()))
 
     def __exit__(self, error, *_):
-        self.shutdown(cancel_futures=error is not None)  # after Ctrl-C only the kernels that are begun are waited for
+        self.shutdown(cancel_futures=error is not None)  # after Ctrl-C wait only for kernels that have begun
 
 
 def _load(kernel):
@@ -57,7 +57,7 @@ def _load(kernel):
 
 @contextmanager
 def parallel_compile(device: torch.device) -> Iterator[Callable[[], None]]:
-    """Inside, `launch` does not run kernels but compiles them, on threads; the exit waits for them.
+    """Inside this context `launch` compiles kernels on threads instead of running them; the exit waits for them.
 
     The threads start when the yielded function is called, at the latest on exit: started earlier they compete with the
     launching thread for the GIL, and one second of launches takes seven. Outputs of the launches stay unwritten.
@@ -90,7 +90,7 @@ def parallel_compile(device: torch.device) -> Iterator[Callable[[], None]]:
 
 
 def launch(kernel, grid, *args, **options):
-    """``kernel[grid](*args, **options)``, nothing for an empty grid; inside `parallel_compile` only the compilation."""
+    """Run ``kernel[grid](*args, **options)`` unless the grid is empty; inside `parallel_compile` only compile it."""
     if 0 in grid:
         return
     warmup = compile_only.get()
@@ -132,7 +132,7 @@ def has_large_shared_memory(device):
     if WITHOUT_HOPPER:
         return False
     properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 0) >= 160 << 10  # ROCm: no such property
+    return getattr(properties, "shared_memory_per_block_optin", 0) >= 160 << 10  # ROCm has no such property
 
 
 def has_inline_asm(device):
@@ -152,7 +152,7 @@ def zero_counters(num: int, device: torch.device) -> torch.Tensor:
             return _counters[device]
         if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             return _counters.setdefault(device, torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=device))
-    # Too many to keep, or first needed inside a capture, which zeroes them only on replay: a tensor for this call.
+    # If too many to keep, or first needed in a capture, which zeroes them only on replay: a tensor for this call.
     return torch.zeros(num, dtype=torch.int32, device=device)
 
 

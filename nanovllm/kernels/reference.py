@@ -42,7 +42,7 @@ def embed(input_ids, weight, vocab_start, scale):
 
     Args:
         input_ids: i32[T].
-        weight: [V / size, C], of the ids from `vocab_start`; None: of all ids.
+        weight: [V / size, C], rows of the ids from `vocab_start` on; `vocab_start` None: rows of all ids.
     """
     if vocab_start is None:
         x = F.embedding(input_ids, weight)

@@ -22,7 +22,7 @@ class AttentionBackend(Protocol):
     """
 
     capturable: bool  # decode may run inside a CUDA graph
-    captures_prefill: bool  # and so may prefill: with lengths that the host does not know
+    captures_prefill: bool  # prefill may, too, with lengths that the host does not know
     shares_prefixes: bool  # decode takes ``context.prefix_groups``; else it is never given any
 
     def prefill(self, q: torch.Tensor, layer: "Attention", context: Context,
@@ -35,9 +35,9 @@ class AttentionBackend(Protocol):
 class Attention(nn.Module):
     """One layer's attention. ``k_cache`` and ``v_cache`` [NB, BS, K, D] are empty until the KV cache is allocated.
 
-    ``scale`` of the scores: None is D**-0.5; ``window``, ``softcap``: as above. ``kv_shard`` (i, n): this rank has part
-    i of n of all KV heads. ``kv_scale`` fp32 [2, K]: an FP8 cache stores keys and values divided by it; at one address
-    as long as CUDA graphs live (runner/kv_scales.py).
+    ``scale`` multiplies the scores; None is D**-0.5. ``window``, ``softcap``: as above. ``kv_shard`` (i, n): this rank
+    has part i of n of all KV heads. ``kv_scale`` fp32 [2, K]: an FP8 cache stores keys and values divided by it. Its
+    address is fixed while CUDA graphs live (runner/kv_scales.py).
     """
 
     kv_scale: torch.Tensor
@@ -50,7 +50,7 @@ class Attention(nn.Module):
         self.backend, self.window, self.softcap = backend, window, softcap
         self.scale = head_dim**-0.5 if scale is None else scale
         self.register_buffer("kv_scale", torch.ones(2, num_kv_heads, dtype=torch.float32), persistent=False)
-        self.kv_scale_is_given = [False, False]  # by the checkpoint
+        self.kv_scale_is_given = [False, False]  # the checkpoint gives a scale of keys, of values
         self.attach_cache(torch.empty(0), torch.empty(0))
 
     def block_shape(self, block_size: int) -> tuple[int, ...]:

@@ -29,10 +29,10 @@ class Context:
     max_seqlen_q: int = 1  # most query tokens of one sequence (prefill)
     # i64[N], tokens to sample from: the last of each of the first N sequences (prefill). None: all hidden states.
     logits_indices: torch.Tensor | None = None
-    # A ``PrefixGroups`` of kernels/attention: who shares a prefix in a decode batch. None: attention is plain.
+    # A ``PrefixGroups`` of kernels/attention: sequences that share a prefix in a decode batch. None: no groups.
     prefix_groups: tuple[torch.Tensor, ...] | None = None
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)  # further arrays of a prefill, for some layers
-    rope_rows: torch.Tensor | None = None  # i32[T], of the tables of RoPE; None: positions
+    rope_rows: torch.Tensor | None = None  # i32[T], rows of the RoPE table; None: positions
     row_lens: torch.Tensor | None = None  # i32[S * Q], keys that each row attends (verify step); 0: a dead row
 
     @property
@@ -44,7 +44,7 @@ class Context:
         return self.positions if self.rope_rows is None else self.rope_rows
 
     def all_tokens(self) -> "Context":
-        """For the layers before the last, which compute them all."""
+        """The context for all layers but the last, which compute all tokens."""
         return self if self.logits_indices is None else replace(self, logits_indices=None)
 
     def last_tokens_only(self) -> "Context":

@@ -12,7 +12,7 @@ from nanovllm.layers.weight_loader import row_loader
 class VocabParallelEmbedding(nn.Module):
     """Token ids [T] -> embeddings [T, C]; each rank looks up its own ids, an all-reduce sums them up.
 
-    ``scale``, rounded to the weights' dtype, multiplies them; not the weight, which the LM head may share.
+    ``scale``, rounded to the weights' dtype, multiplies the embeddings, not the weight: the LM head may share it.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TPGroup = SINGLE_RANK, scale: float = 1.0):

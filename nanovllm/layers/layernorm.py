@@ -9,7 +9,7 @@ from nanovllm.layers.weight_loader import CheckpointTensor, Shard, copy_shard
 
 
 class RMSNorm(nn.Module):
-    """Normalised in fp32, rounded to the input's dtype, then scaled. Reduces ``SplitKPartials`` given as input.
+    """Normalises in fp32, rounds to the input's dtype, then scales. Reduces ``SplitKPartials`` given as input.
 
     Args:
         offset, scale: the weight is (w + offset) * scale of the checkpoint's w, in fp32: bf16 would lose bits of w.
@@ -41,7 +41,7 @@ class RMSNorm(nn.Module):
 def norm_all_heads(qkv: torch.Tensor, q_norm: RMSNorm, k_norm: RMSNorm, tp: TPGroup) -> torch.Tensor:
     """Normalise q and k of qkv [T, width] over the heads of all ranks."""
     mean_squares = None
-    if tp.size > 1:  # fp32 [2, T], of q and of k
+    if tp.size > 1:  # fp32 [2, T]: q and k
         q, k, _ = qkv.tensor_split((len(q_norm.weight), len(q_norm.weight) + len(k_norm.weight)), dim=1)
         # replicas of a KV head count once each, in the sum and in the number of ranks
         means = torch.stack([x.float().square().mean(-1) for x in (q, k)])

@@ -53,9 +53,9 @@ class ReplicatedLinear(nn.Module):
                 residual: torch.Tensor | None = None, reader: "ReplicatedLinear | None" = None) -> torch.Tensor:
         """x [T, input_size] -> residual + act(norm(x) W^T + b), [T, output_size].
 
-        With ``act``, "silu" or "gelu_tanh", W has gate and up, and act(gate) * up is half as wide. ``reader``, which
-        alone reads the result, may get Tokens in e4m3. With ``residual``, which rank 0 adds, the result may be
-        ``SplitKPartials`` for an RMSNorm, which adds them up; after it they serve as the next ``residual``.
+        With ``act``, "silu" or "gelu_tanh", W has gate and up, and act(gate) * up is half as wide. ``reader``, the only
+        layer that reads the result, may get e4m3 Tokens. With ``residual``, which rank 0 adds, the result may be
+        ``SplitKPartials``: the next RMSNorm adds them up, and then they serve as the next ``residual``.
         """
         residual = residual if self.tp.rank == 0 else None
         norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
@@ -91,8 +91,8 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 class QKVParallelLinear(MergedColumnParallelLinear):
     """Query, key and value projections as a single product; ``shard_id`` is "q", "k" or "v".
 
-    ``orders``: of the dimensions of each head; ``head_dim`` includes the padding. ``has_gate``: the checkpoint's q_proj
-    has a gate behind the query of each head. Here all gates come last.
+    ``orders``: order of the dimensions of each head; ``head_dim`` includes padding. ``has_gate``: the checkpoint's
+    q_proj has a gate after the query of each head. Here all gates come last.
     """
 
     def __init__(self, hidden_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool = False,
@@ -126,7 +126,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 class RowParallelLinear(ReplicatedLinear):
     """Input features sharded over ranks: this rank holds ``input_size / size`` of them, and computes its partial sum.
 
-    ``scale`` multiplies weight and bias at load. ``head_order``: of the input features of a head, see ``HeadOrders.v``.
+    ``scale`` multiplies weight and bias at load. ``head_order``: order of a head's input features, ``HeadOrders.v``.
     """
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False, tp: TPGroup = SINGLE_RANK,

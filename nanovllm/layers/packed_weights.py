@@ -1,4 +1,4 @@
-"""Brings packed integers of checkpoints to parameters of 4-bit integers, or to numbers where a layer has 16 bits.
+"""Loads packed integers from checkpoints into 4-bit parameters, or dequantizes them for layers in 16 bits.
 
 A module has several tensors, maybe in several files; ``models/loader.py`` gathers them. Each layout becomes codes
 [N, C], scales and zeros [N, G]; a weight is (code - zero) * scale. ``kernels/int4.py`` has the form of parameters.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # AWQ's order of the eight features of a word
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-KINDS = {  # by layout: ends of the names of a module's tensors; those of codes, of scales and of zeros first
+KINDS = {  # by layout: suffixes of a module's tensors, codes, scales and zeros first
     "compressed-tensors": ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape"),
     "awq": ("qweight", "scales", "qzeros"),
     "gptq": ("qweight", "scales", "qzeros", "g_idx"),
@@ -37,8 +37,8 @@ def new_int4_weight(output_size: int, input_size: int, scheme: "PackedInts",
                     *experts: int) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter | None, torch.Tensor | None]:
     """Words, scale, zero and order of a weight, uninitialised, for N and C of this rank.
 
-    Its groups are the largest that divide both the checkpoint's and C. ``data.halves`` are the others. The order is a
-    valid one from the beginning: a start runs gathers by it while kernels compile.
+    Its groups are the largest that divide both the checkpoint's and C. ``data.halves`` holds scale, zero and order. The
+    order is valid from the beginning, because start-up gathers by it while kernels compile.
     """
     size = math.gcd(scheme.group_size, input_size)
     groups = *experts, output_size, input_size // size
@@ -73,7 +73,7 @@ def check_in_order(scheme: "PackedInts", g_idx: CheckpointTensor) -> None:
 class PackedTensors:
     """The tensors of a module, by their kinds."""
 
-    name: str  # of the module in the checkpoint
+    name: str  # the module's name in the checkpoint
     scheme: "PackedInts"
     tensors: dict[str, CheckpointTensor]
 

@@ -28,7 +28,7 @@ def add_weight(module: nn.Module, name: str, output_size: int, input_size: int, 
 
     Args:
         precision: as in ``ModelConfig.precision``; None: 16 bits. So are 4-bit integers whose words a rank would cut.
-        experts: their number, in a first dimension.
+        experts: number of experts, as a first dimension.
     """
     zero = order = None
     if not isinstance(precision, tuple):

@@ -1,4 +1,4 @@
-"""Brings quantized checkpoint tensors to the parameters of ``precision.py``.
+"""Loads quantized checkpoint tensors into the parameters of ``precision.py``.
 
 FP8 of each published form, 16-bit tensors that become FP8 as they load, MXFP4 experts, scales of an FP8 KV cache.
 ``models/quantization_config.py`` says which weights are quantized.
@@ -19,8 +19,8 @@ from nanovllm.kernels import mxfp4
 from nanovllm.kernels.fp8 import E4M3, E4M3_MAX
 from nanovllm.layers.weight_loader import CheckpointTensor, check_dtype
 
-MIN_SCALE = 1e-12  # of a group of zeros
-ROWS_BYTES = 64 << 20  # of fp32 values at once: an engine that runs has little room
+MIN_SCALE = 1e-12  # scale of a group of zeros
+ROWS_BYTES = 64 << 20  # fp32 values held at once: a running engine has little room
 
 
 def mxfp4_bytes(loaded: CheckpointTensor) -> CheckpointTensor:
@@ -54,7 +54,7 @@ def mxfp4_scales(loaded: CheckpointTensor) -> CheckpointTensor:
 
 
 def dequantized_mxfp4(blocks: CheckpointTensor, scales: CheckpointTensor, dtype: torch.dtype) -> CheckpointTensor:
-    """Of all experts, [E, C, N] as 16-bit checkpoints have it: blocks [E, N, C / 32, 16] and scales [E, N, C / 32]."""
+    """Dequantize all experts' blocks [E, N, C / 32, 16] and scales [E, N, C / 32] to [E, C, N], as in 16 bits."""
     scales.fit(blocks.fit([*blocks.shape[:3], mxfp4.GROUP // 2]).shape[:3])
     E, N, num_groups = scales.shape
 
@@ -99,13 +99,13 @@ def quantized(param: Any, loaded: CheckpointTensor) -> list[tuple[Any, Checkpoin
     whole tensor, so every rank has the numbers of a single rank.
     """
     if len(loaded.shape) != 2:
-        return [(param, loaded)]  # its shape will be refused
+        return [(param, loaded)]  # its shape will be rejected
     (N, C), name, block = loaded.shape, loaded.name, param.scale.block
     height, width = (block, block) if block else (1, C)
 
     @cache
     def rows(first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows [first : last] of the scales, behind the data that they scale."""
+        """The data that rows [first : last] of the scales cover, and these scales."""
         weight = loaded.read((slice(first * height, last * height),))
         check_dtype(weight, torch.bfloat16, name)
         return quantize(weight.to(param.device), block)
@@ -128,13 +128,13 @@ def quantized(param: Any, loaded: CheckpointTensor) -> list[tuple[Any, Checkpoin
 class Scales(CheckpointTensor):
     """Scales of a checkpoint tensor, which ``fit`` spreads to the groups of a parameter.
 
-    One is that of the whole tensor; or they are of each row, [N] or [N, 1]; or, with blocks, [ceil(N / block),
-    ceil(C / block)], where the last block may be partial.
+    There is one for the whole tensor; or one per row, [N] or [N, 1]; or one per block, [ceil(N / block),
+    ceil(C / block)]; the last block may be partial.
     """
 
     group_size: int = 0  # see ``new_weight``, as for ``block``
     block: int = 0
-    part: tuple[int, int, int] | None = None  # of the ``count`` rows from ``start`` on, of ``total``; None: of all rows
+    part: tuple[int, int, int] | None = None  # (start, count, total): scales of these rows; None: of all rows
 
     @classmethod
     def of_param(cls, param: Any, loaded: CheckpointTensor) -> "Scales":

@@ -32,7 +32,7 @@ class RotaryEmbedding(nn.Module):
 
     Args:
         frequencies: inverse ones of the first angles, fp32 [r/2]. The other angles are 0; None: all of them (NoPE).
-        scale: of the cosines and sines of these angles.
+        scale: multiplies the cosines and sines of these angles.
         query_scales: factors of queries by position, [max_position]; None: all are 1.
     """
 

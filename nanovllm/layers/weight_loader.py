@@ -23,7 +23,7 @@ class CheckpointTensor:
     """A lazy tensor under its name in the checkpoint."""
 
     name: str
-    shape: list[int]  # of the whole tensor
+    shape: list[int]  # shape of the whole tensor
     read: Callable[[Any], torch.Tensor]  # the part that an index selects: slices of the first dimensions, or ``...``
 
     @classmethod
@@ -122,8 +122,8 @@ def grouped_rows(loaded: CheckpointTensor, sizes: list[int]) -> list[CheckpointT
 class HeadOrders(NamedTuple):
     """Order of the dimensions of a checkpoint's heads here, -1 for padding; None: unchanged. See ``head_orders``."""
 
-    qk: list[int] | None = None  # of Q and K
-    v: list[int] | None = None  # of V, and of the output projection's input
+    qk: list[int] | None = None  # order for Q and K
+    v: list[int] | None = None  # order for V, and for the output projection's input
 
 
 class Shard(NamedTuple):
@@ -213,8 +213,8 @@ def copy_shard(param: torch.Tensor, loaded: CheckpointTensor, dim: int = 0, part
     """Copy part ``part`` of the ``total`` equal parts that ``loaded`` has along ``dim`` into ``param``.
 
     Args:
-        order: of the dimensions of each head along ``dim``, -1 for zeros: heads in ``param`` are padded. None: as they
-            are.
+        order: order of each head's dimensions along ``dim``, -1 for zeros that pad heads in ``param``. None:
+            unchanged.
 
     Raises:
         CheckpointError: the tensor has another shape, or is not of floats; or one of tensor and ``param`` is FP8.

@@ -16,7 +16,7 @@ MAX_FLOAT = 1e30  # beyond, fp32 overflows; larger numbers have the same effect
 Arrays = dict[str, np.ndarray]  # integers [n] each, on their way to the device
 Tensors = dict[str, torch.Tensor]  # the same there, int32
 Masks = tuple[np.ndarray, np.ndarray, np.ndarray]  # slots [n], masks [n, ceil(V / 32)]; slots and tokens [m, 2]; int32
-# of places in the batch, int [n], and their logits, f32[n, V], which it changes in place
+# takes places in the batch, int [n], and their logits, f32[n, V], which it changes in place
 Process = Callable[[np.ndarray, torch.Tensor], None]
 
 
@@ -24,8 +24,8 @@ class Sampled(NamedTuple):
     """A batch about to be sampled, with the host's late inputs, which depend on the tokens of the step before."""
 
     req_indices: np.ndarray  # int32 [B], request slots
-    num_rows: int = 1  # rows of logits of each
-    masks: Masks | None = None  # of constrained requests
+    num_rows: int = 1  # rows of logits for each request
+    masks: Masks | None = None  # masks of constrained requests
     process: Process | None = None  # calls logits processors; None on other ranks than 0
 
 
@@ -79,7 +79,7 @@ class Feature:
         return False
 
     def begin(self, sampled: Sampled, arrays: Arrays) -> None:
-        """Host: a batch that uses the feature is sampled next. ``arrays`` as for ``add``."""
+        """Host: prepare for a batch that uses the feature and is sampled next. ``arrays`` as for ``add``."""
 
     def write(self, tensors: Tensors) -> None:
         """Device: read the arrays that ``add`` or ``begin`` has filled."""
@@ -89,7 +89,7 @@ class Feature:
         return logits
 
     def report(self, raw: Logits, logits: Logits, tokens: torch.Tensor, req_indices: torch.Tensor) -> Any:
-        """Device: results for the host beside the tokens i32[B]; of the logits before and after all features."""
+        """Device: results for the host besides the tokens i32[B], from the logits before and after all features."""
 
     def release(self) -> None:
         """Free the device memory while no request runs; it is allocated again when a request needs it."""

@@ -8,7 +8,7 @@ import torch
 from nanovllm.core import NewSequences
 from nanovllm.sampling.feature import INT32_MAX, Arrays, Feature, Logits
 
-BINS, BINS_PER_NAT = 2048, 64  # of a histogram of logits / temperature; the last bin has all the rest
+BINS, BINS_PER_NAT = 2048, 64  # bins of a histogram of logits / temperature; the last bin has all the rest
 
 
 class Filters(Feature):
@@ -56,7 +56,7 @@ def filter_thresholds(logits, req_indices, state):
 
     wide = logits[filtered].float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     num_deciding = _num_deciding(wide, temperature, top_k, top_p)
-    ordered = wide.topk(num_deciding).values  # of all it is a sort, and takes thirty times as long as of a few
+    ordered = wide.topk(num_deciding).values  # for all logits it is a sort, thirty times as slow as for a few
     min_p_threshold = torch.where(min_p > 0, ordered[:, :1] + temperature * min_p.log(), -torch.inf)
     thresholds[filtered] = torch.maximum(_cuts(wide, ordered, temperature, top_k, top_p), min_p_threshold).squeeze(1)
     return thresholds

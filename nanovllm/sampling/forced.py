@@ -10,14 +10,14 @@ from nanovllm.sampling.feature import Arrays, Feature, Logits, Sampled, Tensors
 class Forced(Feature):
     """-inf on every token but one, whatever masks, penalties and functions say.
 
-    A late input of the step that samples it. Other steps of the request leave the logits as they are.
+    The token is a late input of the step that samples it. Other steps of the request leave the logits unchanged.
     """
 
     has_kernels, sends = False, "forced_rows"
 
     def __init__(self, max_num_seqs: int):
         self._has_budget = np.zeros(max_num_seqs, bool)
-        self._rows: torch.Tensor | None = None  # int64 [m], of the logits
+        self._rows: torch.Tensor | None = None  # int64 [m], rows of the logits
         self._ids = torch.empty(0)  # int64 [m]
 
     def add(self, new: NewSequences, rows: np.ndarray, arrays: Arrays) -> list[bool]:
@@ -43,7 +43,7 @@ class Forced(Feature):
             return logits
         width = logits.values.shape[1]
         columns = self._ids - logits.vocab_start
-        is_own = (columns >= 0) & (columns < width)  # of this rank
+        is_own = (columns >= 0) & (columns < width)  # ids that this rank holds
         values = logits.values.index_fill(0, self._rows, -torch.inf)
         forced = torch.where(is_own, 0.0, -torch.inf).to(values.dtype)
         return logits._replace(values=values.index_put_((self._rows, columns.clamp(0, width - 1)), forced))

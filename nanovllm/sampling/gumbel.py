@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 NOISE_AT_ONCE = 1 << 19  # numbers: fewer cost more calls, more leave the caches
-ROUNDING = 1e-4  # of noise, at most
+ROUNDING = 1e-4  # largest rounding error of noise
 
 
 def gumbel_argmax(logits, req_indices, state, thresholds, vocab_start=0, advance=None, candidates=None):
@@ -36,7 +36,7 @@ def gumbel_argmax(logits, req_indices, state, thresholds, vocab_start=0, advance
     for rows in random.split(max(1, NOISE_AT_ONCE // logits.shape[1])) if len(random) else ():
         seed, own = state.seed[slots[rows]], scores[rows]
         columns = (own > -torch.inf).any(0).nonzero().squeeze(1)
-        if len(columns) > logits.shape[1] // 8:  # no filter left few of them
+        if len(columns) > logits.shape[1] // 8:  # filters left many of them
             own = torch.where(contenders(own, seed, length[rows], vocab_start), own, -torch.inf)
             columns = (own > -torch.inf).any(0).nonzero().squeeze(1)
         if len(columns):
@@ -94,9 +94,9 @@ def noise_of(bits):
 
 
 def contenders(scores, seed, length, vocab_start):
-    """Mask of the scores f32[B, N], of ids from `vocab_start` on, that may be the largest with noise.
+    """Mask of the scores f32[B, N] (ids from `vocab_start` on) that may become the largest once noise is added.
 
-    The upper half of the random bits bounds the noise, at half of the work and without a logarithm.
+    The upper half of the random bits bounds the noise, at half the work and without a logarithm.
     """
     ids = torch.arange(vocab_start, vocab_start + scores.shape[1], device=scores.device)
     (upper,) = random_halves(seed, length, ids, 1)

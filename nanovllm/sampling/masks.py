@@ -38,7 +38,7 @@ class TokenMasks(Feature):
         return bool(self._is_constrained[req_indices].any())
 
     def begin(self, sampled: Sampled, arrays: Arrays) -> None:
-        if sampled.masks is not None and len(sampled.masks[0]):  # else they are of other batches
+        if sampled.masks is not None and len(sampled.masks[0]):  # else the masks belong to other batches
             self._send(*sampled.masks[:2], arrays)
 
     @staticmethod

@@ -12,8 +12,8 @@ from nanovllm.sampling.feature import MAX_FLOAT, Arrays, Feature, Logits, Proces
 
 
 class Processors(Feature):
-    """Functions see the whole vocabulary, in fp32. They need the tokens so far, which the host knows by now: it has
-    taken in the step before.
+    """Functions see the whole vocabulary, in fp32. They need the tokens so far; the host knows these, because it has
+    read the previous step's results.
     """
 
     in_place = True
@@ -21,7 +21,7 @@ class Processors(Feature):
 
     def __init__(self, max_num_seqs: int):
         self._has_processors = np.zeros(max_num_seqs, bool)
-        self._places = self._rows = np.empty(0, np.int64)  # in the batch that is sampled next, and in its logits
+        self._places = self._rows = np.empty(0, np.int64)  # places in the batch sampled next, rows in its logits
         self._process: Process | None = None
 
     def add(self, new: NewSequences, rows: np.ndarray, arrays: Arrays) -> list[bool]:

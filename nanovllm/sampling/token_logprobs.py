@@ -16,8 +16,8 @@ LOGITS_ROWS = 256  # prompt tokens that are scored at once: bounds the memory of
 
 
 class Logprobs(Feature):
-    """Computed after the draw, in one pass: of the model's logits, or with ``processed`` of the distribution after
-    masks, penalties, temperature and filters.
+    """Computes log-probabilities after the draw, in one pass: from the model's logits, or with ``processed`` from the
+    distribution after masks, penalties, temperature and filters.
     """
 
     sends = "logprob_ids"
@@ -27,7 +27,7 @@ class Logprobs(Feature):
         self._num_top = np.zeros(max_num_seqs, np.int32)
         self.num_top = 0  # most alternatives of a request of the batch; each gets that number, and its owner trims them
         self._num_ids, self._ids = np.zeros(max_num_seqs, np.int32), np.empty((max_num_seqs, MAX_LOGPROB_IDS), np.int32)
-        self._named: torch.Tensor | None = None  # of the batch's rows; see ``token_logprobs``
+        self._named: torch.Tensor | None = None  # for the batch's rows; see ``token_logprobs``
 
     def add(self, new: NewSequences, rows: np.ndarray, arrays: Arrays) -> list[bool]:
         named = [params.logprob_token_ids or [] for params in new.params]
@@ -86,12 +86,12 @@ def token_logprobs(logits, tokens, num_top, scales=None, thresholds=None, named=
         num_top: number of most probable tokens, at most V; the lowest id first on a tie.
         scales: f32[N], > 0: logits are multiplied by them, as by an inverse temperature.
         thresholds: f32[N]: logits below count as -inf, before the scales; see `filter_thresholds`.
-        named: int[N, W]: a row whose first id is not -1 reports these in place of the most probable ones; -1 behind.
+        named: int[N, W]: a row whose first id is not -1 reports these, not the most probable ones; padded with -1.
 
     Returns:
         i32[N, 2 + 2k], k = max(num_top, W), in one piece for one copy to the host. Columns: bits of the token's fp32
-        logprob; its rank, the number of logits >= its own; the ids of the others; the bits of their logprobs. In a row
-        of -inf every logprob is -inf. Others beyond those that a row reports are undefined.
+        logprob; its rank, the number of logits >= its own; the ids of the others; the bits of their logprobs. If a row
+        is all -inf, every logprob is -inf. Columns beyond the tokens that a row reports are undefined.
     """
     x = logits.float()
     x = x.masked_fill(x.isnan(), -torch.inf)

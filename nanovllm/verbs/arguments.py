@@ -1,4 +1,4 @@
-"""Keywords that a method does not have: an error says which it has, and where a request's parameters go."""
+"""Unknown keywords raise an error that lists the method's keywords and says where a request's parameters go."""
 
 import functools
 import inspect
@@ -13,7 +13,7 @@ C = TypeVar("C", bound=type)
 
 
 def refuses_unknown_keywords(cls: C) -> C:
-    """Decorate a class: its public methods with arguments, inherited ones too, refuse other keywords by name."""
+    """Decorate a class: its public methods with arguments, inherited ones too, reject other keywords by name."""
     for name, method in inspect.getmembers(cls, inspect.isfunction):
         parameters = list(inspect.signature(method).parameters.values())
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

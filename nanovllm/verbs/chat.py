@@ -69,7 +69,7 @@ class Chat(LLMEngine):
 
         Args:
             conversations: one, or a list of them, as in ``chat``.
-            sampling_params: of the requests to come, as in ``tokenize``.
+            sampling_params: parameters of the later requests, as in ``tokenize``.
             **options: of ``apply_chat_template``, by default ``add_generation_prompt=True``.
         """
         options.setdefault("add_generation_prompt", not options.get("continue_final_message"))
@@ -106,7 +106,7 @@ class Chat(LLMEngine):
         return self.tokenizer
 
     def set_tokenizer(self, tokenizer: Any) -> None:
-        """Use another tokenizer of the same vocabulary from now on."""
+        """Use another tokenizer with the same vocabulary from now on."""
         self._tokenizer.replace(tokenizer)
 
     @property
@@ -138,7 +138,7 @@ class Chat(LLMEngine):
                  sampling_params: Params = None) -> list[list[int]]:
         """The token ids of each text, of one or a list; any thread may call it.
 
-        ``sampling_params``: of the requests to come; a text that cannot fit in one is refused, not tokenized.
+        ``sampling_params``: parameters of the later requests; a text that cannot fit raises an error, untokenized.
         """
         fit = None if sampling_params is None else (sampling_params, self.config.max_model_len)
         rule = "texts must be a string or a list of strings"

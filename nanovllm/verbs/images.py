@@ -1,4 +1,4 @@
-"""Prompts with images: these load on threads, a window ahead of the scheduler."""
+"""Prompts with images, which load on threads, a window ahead of the scheduler."""
 
 import weakref
 from collections import deque
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.images.loading import ImageLoader
     from nanovllm.engine.images.turns import Draft
 
-POLL_S = 0.02  # of images, while the engine has nothing to do
+POLL_S = 0.02  # interval at which an idle engine polls for loaded images
 
 
 class ImageVerbs(Chat, Streaming):
@@ -45,7 +45,7 @@ class ImageVerbs(Chat, Streaming):
                 placeholder for each in the text. An image is a PIL image, a numpy array uint8 [H, W, 3], bytes, a
                 data URL, or a path or URL that an option of ``LLM`` allows.
             sampling_params: one for all, or one for each prompt. Default ``get_default_sampling_params()``.
-            use_tqdm: show a progress bar; or what makes one, called like ``tqdm``.
+            use_tqdm: show a progress bar; or a function that makes one, called like ``tqdm``.
 
         Returns:
             One ``RequestOutput`` for each prompt, in their order. Where an image cannot be read, its ``finish_reason``
@@ -125,7 +125,7 @@ class ImageVerbs(Chat, Streaming):
         return None if isinstance(self._inputs.attachments, Refusal) else self._inputs.attachments
 
     def _begin(self, prompt: Prompt, params: SamplingParams, index: int) -> Any:
-        """A draft of a prompt with images, or else the request. Checks all that needs no image to be opened."""
+        """A draft of a prompt with images, or else the request. Checks everything that needs no open image."""
         if self._loader is None or not self._loader.takes(prompt):
             return super()._begin(prompt, params, index)
         from nanovllm.engine.images.turns import Draft
@@ -144,7 +144,7 @@ class ImageVerbs(Chat, Streaming):
             raise RequestError(CANNOT_CUT)
 
     def _in_turn(self, requests: Iterable[Any]) -> Iterator[Any]:
-        """The requests, as their images are there; None while the next one's are not, and the engine has work."""
+        """Yield the requests as their images load; None if the next one's are not loaded and the engine has work."""
         if self._loader is None:
             yield from requests
             return
@@ -164,13 +164,13 @@ class ImageVerbs(Chat, Streaming):
 
 
 class Feeder(Caller):
-    """Queues requests of ``submit`` between two steps, as their images are there; never asked for results itself."""
+    """Queues requests of ``submit`` between two steps, once their images are loaded; has no results of its own."""
 
     def __init__(self, engine: ImageVerbs):
         from nanovllm.engine.images.turns import Turns
 
         super().__init__()
-        self._engine = weakref.ref(engine)  # which holds this
+        self._engine = weakref.ref(engine)  # the engine holds this feeder
         self.drafts: deque[Draft] = deque()
         loader: Any = engine._loader
         self.turns = Turns(engine._inputs, loader, lambda: self.drafts.popleft() if self.drafts else None)

@@ -44,16 +44,16 @@ class Pooling(LLMEngine):
               use_tqdm: bool | Callable = True, *, instruction: str | None = None) -> list[PoolingRequestOutput]:
         """Embed one prompt or many: ``output.embedding`` is an array, ``output.outputs.embedding`` a list.
 
-        An embedding is made of the last token's hidden state, or as sentence-transformers' files in the checkpoint
-        say; these may also cut texts, or have them in lower case. Texts are tokenized while the device works on those
-        before. Where the hidden states are NaN, ``outputs`` is None and ``error`` says so; from ``classify`` and
-        ``rerank``, too.
+        An embedding is the last token's hidden state, unless sentence-transformers' files in the checkpoint say
+        otherwise; these may also cut texts or lower their case. Texts are tokenized while the device works on earlier
+        ones. If the hidden states are NaN, ``outputs`` is None and ``error`` says so; likewise in ``classify`` and
+        ``rerank``.
 
         Args:
             prompts: as in ``generate``. Texts get the special tokens that the tokenizer adds.
             normalize: divide by the L2 norm; None is as the checkpoint says, or True.
-            dimensions: keep the first so many, before the norm: for models that were trained for it (Matryoshka). None
-                is the checkpoint's ``truncate_dim``, or all.
+            dimensions: keep this many leading dimensions, before the norm, for models trained for it (Matryoshka).
+                None is the checkpoint's ``truncate_dim``, or all.
             use_tqdm: as in ``generate``; the same in ``classify`` and ``rerank``.
             instruction: put before each text; None is the checkpoint's default prompt, "" none.
 
@@ -71,7 +71,7 @@ class Pooling(LLMEngine):
         dimensions = check("embed", "dimensions", dimensions, rule, RequestError) or texts.dimensions
         normalize = check("embed", "normalize", normalize, optional(BOOLEAN), RequestError)
         normalize = is_normalized if normalize is None else normalize
-        scale = np.float32(1 / self.config.model_config.logit_scale)  # which the weight of the last norm contains
+        scale = np.float32(1 / self.config.model_config.logit_scale)  # the last norm's weight contains logit_scale
 
         def embedding(state: np.ndarray) -> EmbeddingOutput:
             state = (state * scale)[:dimensions]
@@ -105,10 +105,10 @@ class Pooling(LLMEngine):
 
         Args:
             query: one, or one for each document.
-            template: of the prompt, with {query}, {document} and perhaps {instruction}. Default: Qwen3-Reranker's.
-            instruction: what it means that a document answers a query.
-            tokens: of a model without a classification head the negative and the positive answer. The score is the
-                probability of the positive one of both.
+            template: the prompt, with {query}, {document} and perhaps {instruction}. Default: Qwen3-Reranker's.
+            instruction: says when a document answers a query.
+            tokens: for a model without a classification head, the negative and the positive answer. The score is the
+                probability of the positive one, given one of the two.
 
         Raises:
             RequestError: the model has several labels, or no head at all; or as from ``embed``.
@@ -124,8 +124,8 @@ class Pooling(LLMEngine):
         )  # fmt: skip
 
     def _head(self, tokens: ListLike[str] = ()) -> tuple[np.ndarray, str]:
-        """Weight, fp32 [n, C], and activation of the classification head; where there is none, of the difference of
-        the logits of two tokens.
+        """Weight, fp32 [n, C], and activation of the classification head; without a head, of the difference
+        between two tokens' logits.
         """
         config = self.config.model_config
         if not (config.num_labels or config.has_lm_head):

@@ -29,12 +29,12 @@ class Scoring(LLMEngine):
               use_tqdm: bool | Callable = True) -> list[Score]:
         """Compute log-probabilities of given tokens, each after all before it, in one prefill.
 
-        Where the model's logits are NaN, the log-probabilities are, and ``error`` says so.
+        If the model's logits are NaN, the log-probabilities are NaN too, and ``error`` says so.
 
         Args:
             token_id_lists: at least two ids each, at most ``max_model_len + 1``.
-            start: the first token to score, for all lists or one for each; at least 1, the default. What stands
-                before it may come from the prefix cache.
+            start: the first token to score, for all lists or one for each; at least 1, the default. Earlier tokens
+                may come from the prefix cache.
             use_tqdm: as in ``generate``.
 
         Raises:
@@ -52,10 +52,10 @@ class Scoring(LLMEngine):
     def perplexity(self, texts: Prompt | ListLike[Prompt], use_tqdm: bool | Callable = True) -> list[float]:
         """Compute the perplexity of one text or many: exp of the mean negative log-probability of its tokens.
 
-        Each token counts that has one before it, in natural logarithms, as in transformers' loss. The first has none:
-        that is the BOS where the tokenizer prepends one, else the text's own first token. Special tokens that the
-        tokenizer appends count. A text without a token that counts (an empty one, a single token) has NaN, and so has
-        one for which the model's logits are NaN.
+        Every token but the first counts, in natural logarithms, as in transformers' loss. The first token is the BOS if
+        the tokenizer prepends one, else the text's own first token. Special tokens that the tokenizer appends count.
+        The result is NaN for a text in which no token counts (empty, or a single token), and for one with NaN
+        logits.
 
         Args:
             texts: as prompts of ``generate``, of at most ``max_model_len + 1`` tokens each. They are tokenized while

@@ -1,4 +1,4 @@
-"""Reads sentence-transformers' files beside the weights: how a checkpoint makes embeddings of texts.
+"""Reads the sentence-transformers files in a checkpoint, which say how it embeds texts.
 
 Owns the form of texts before they are tokenized, and the kind of pooling. Without ``modules.json`` no file is read.
 """
@@ -48,7 +48,7 @@ class Texts(NamedTuple):
 
     instruction: str = ""  # put before each
     max_tokens: int | None = None  # special tokens count, and the last ones stay where a text is cut
-    keeps_end: bool = False  # a text is to be cut at its beginning, which is refused
+    keeps_end: bool = False  # texts would be cut at their beginning, which raises an error
     is_lower_case: bool = False
     dimensions: int | None = None  # ``truncate_dim``: of the embeddings, unless a call says otherwise
 
@@ -112,7 +112,7 @@ def read_texts(model_path: str) -> Texts:
             length, is_lower_case = given["max_seq_length"], bool(given["do_lower_case"])
             if length and is_left:
                 raise CheckpointError(f"{file}: max_seq_length={length} is not supported with truncation_side='left'.")
-    if length is None and at_least(1).accepts(of_tokenizer.get("model_max_length")):  # where version 5 writes it
+    if length is None and at_least(1).accepts(of_tokenizer.get("model_max_length")):  # version 5 writes it there
         length = of_tokenizer["model_max_length"]
     return Texts(instruction, length, is_left, is_lower_case, dimensions)
 

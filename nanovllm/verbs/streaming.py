@@ -26,13 +26,13 @@ class Streaming(LLMEngine):
         """Yield outputs as they arrive. Closed early (``break``, ``close()``), it aborts its own requests alone.
 
         Args:
-            prompts: one prompt: yields what is new whenever there is something new, ``finished`` with the last. An
-                iterable of prompts, or of pairs (prompt, parameters), which may be endless: yields each
-                ``RequestOutput`` when it is finished; its ``index`` tells the prompt. Prompts are taken as there is
-                room for them.
-            sampling_params: of prompts without their own.
-            on_error: of an iterable, called with the index of a prompt that can never be served, and why; the others
-                go on.
+            prompts: one prompt: yields new text and tokens as they arrive, with ``finished`` on the last output. Or an
+                iterable of prompts or of pairs (prompt, parameters), which may be endless: yields each
+                ``RequestOutput`` when it is finished; its ``index`` tells the prompt. Prompts are taken from it as
+                there is room for them.
+            sampling_params: parameters of prompts without their own.
+            on_error: for an iterable: called with the index of a prompt that can never be served, and the reason;
+                the others go on.
 
         Raises:
             RequestError: a prompt can never be served, and there is no ``on_error``; the others of this call are
@@ -45,7 +45,7 @@ class Streaming(LLMEngine):
             with Guard(self):
                 request = self._inputs.make(prompts, default)  # type: ignore[arg-type]
             deltas: DeltaStream | None = None
-            with closing(run(self, [request])) as steps:  # else Python 3.12.3 leaves it open
+            with closing(run(self, [request])) as steps:  # otherwise Python 3.12.3 leaves it open
                 for _ in steps:
                     deltas = deltas or DeltaStream(request)  # its sequences are made by now
                     if (delta := deltas.delta()) is not None:

@@ -88,7 +88,7 @@ class AsyncLLM:
         yield output
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Ids that are unknown or finished are passed over."""
+        """Abort requests; unknown or finished ids are ignored."""
         await self._run(self._engine.end, [request_id] if isinstance(request_id, str) else list(request_id), None)
 
     async def check_health(self) -> None:
@@ -126,7 +126,7 @@ class TaskEngine(LLM):
 
     def __init__(self, model: str, **keywords: Any):
         super().__init__(model, **keywords)
-        self._inboxes: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue]] = {}  # of unfinished requests
+        self._inboxes: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue]] = {}  # by id of unfinished requests
 
     def enter(self, inbox: Any, request_id: str, prompt: Any, params: Any, lora_request: Any) -> None:
         """Add a request, whose outputs go to the inbox."""
@@ -134,7 +134,7 @@ class TaskEngine(LLM):
         self._inboxes[request_id] = inbox
 
     def leave(self, inbox: Any, request_id: str) -> None:
-        """Abort the request unless it is finished, or was refused because another one has its name."""
+        """Abort the request unless it is finished, or was rejected because another one has its name."""
         if self._inboxes.get(request_id) is inbox:
             self.end([request_id], None)
 
@@ -150,7 +150,7 @@ class TaskEngine(LLM):
         try:
             for output in super().step():
                 self._send(output.request_id, output)
-        except BaseException as error:  # of a request whose adapter cannot be read; else of all
+        except BaseException as error:  # concerns a request whose adapter cannot be read; otherwise all requests
             of = [request_id for request_id in self._inboxes if not self.is_unfinished(request_id)]
             self.end(of or list(self._inboxes), error)
         return []

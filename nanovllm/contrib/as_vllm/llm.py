@@ -51,8 +51,8 @@ class LLMEngine:
         self._thinks_first = options.thinks_first(keywords, self._llm)
         self._requests: dict[str, tuple[Any, RequestOutputKind, Any]] = {}  # future, kind, parameters; by their names
         self._waiting: dict[str, tuple[Any, ...]] = {}  # arguments of ``_start``, until the engine is idle
-        self._loras: set[int] = set()  # ids of ``add_lora``
-        self._names = map(str, count())  # of ``enqueue``
+        self._loras: set[int] = set()  # ids given to ``add_lora``
+        self._names = map(str, count())  # request ids for ``enqueue``
         self._profile: Any = None  # torch's profiler, while it runs
 
     @classmethod
@@ -65,7 +65,7 @@ class LLMEngine:
         raise AttributeError(f"nanovllm's stand-in for vLLM's {type(self).__name__} has no {name!r}.")
 
     def awake(self) -> Any:  # a copy of nanovllm may lack verbs that are called below
-        """nanovllm's engine; EngineError while it sleeps at level 0. Of other levels it knows itself."""
+        """nanovllm's engine; EngineError while it sleeps at level 0. It checks the other levels itself."""
         if self._worker.is_paused:
             raise EngineError("the engine sleeps (scheduling); call wake_up() first.")
         return self._llm
@@ -100,7 +100,7 @@ class LLMEngine:
         return SamplingParams.from_optional(**values)
 
     def reset_mm_cache(self) -> None:
-        """Nothing is cached of images."""
+        """Does nothing: images are not cached."""
 
     def get_world_size(self, include_dp: bool = True) -> int:
         """Count the ranks of all data-parallel processes (``VLLM_DP_SIZE``), or of this one."""
@@ -198,7 +198,7 @@ class LLMEngine:
         return len(self._requests) + len(self._waiting)
 
     def abort_request(self, request_id: str | list[str], *_: Any, **__: Any) -> None:
-        """Ids that are unknown or finished are passed over."""
+        """Abort requests; unknown or finished ids are ignored."""
         for name in [request_id] if isinstance(request_id, str) else request_id:
             self._waiting.pop(name, None)
             if name in self._requests:
@@ -400,7 +400,7 @@ class LLM(LLMEngine):
 
     def encode(self, prompts: Any, pooling_params: Any = None, *, use_tqdm: bool | Callable = True,
                pooling_task: str | None = None, **others: Any) -> list[PoolingRequestOutput]:
-        """``outputs.data``, a tensor, of each prompt; of the tasks "embed" and "classify"."""
+        """``outputs.data``, a tensor, of each prompt; for the tasks "embed" and "classify"."""
         import torch
 
         refuse("encode", **others)
@@ -419,7 +419,7 @@ class LLM(LLMEngine):
               **others: Any) -> list[PoolingRequestOutput]:
         """Score each text of ``data_2`` with that of ``data_1``, or with the only one: ``outputs.score``.
 
-        A reranker scores one text behind the other; of other models it is the cosine of their embeddings.
+        A reranker scores the two texts as one prompt; for other models the score is the cosine of their embeddings.
         """
         refuse("score", **others)
         checked("score", pooling_params)
@@ -444,11 +444,11 @@ class LLM(LLMEngine):
 
 
 def version_of(lora_request: Any) -> tuple | None:
-    """Path of an adapter, and marks of its files, which tell whether it was saved again; None of none."""
+    """Path of an adapter, and marks of its files, which tell whether it was saved again; None without an adapter."""
     if lora_request is None:
         return None
     path = lora_request.lora_path
-    stats = [file.stat() for file in sorted(Path(path).expanduser().glob("adapter_*"))]  # none of a hub id
+    stats = [file.stat() for file in sorted(Path(path).expanduser().glob("adapter_*"))]  # none for a hub id
     return path, *((s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from nanovllm.errors import EngineError
 
-VLLM_VERSION = "0.33.0"  # whose interface this is
+VLLM_VERSION = "0.33.0"  # version of the interface offered here
 PATH = Path(__file__).resolve().parent / "path"  # holds a package ``vllm`` for child processes, and its version
 
 # below vllm; the packages that these are in are there too

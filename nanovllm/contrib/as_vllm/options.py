@@ -20,7 +20,7 @@ from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.llm import LLM
 from nanovllm.validation import did_you_mean, has_feature, rules_of
 
-# options of nanovllm, of the same meaning: keyword -> default; None leaves the choice to nanovllm
+# options that mean the same in nanovllm: keyword -> default; None leaves the choice to nanovllm
 PASSED: dict[str, Any] = {
     "tokenizer": None, "skip_tokenizer_init": False, "trust_remote_code": False, "revision": None, "seed": None,
     "tensor_parallel_size": 1, "dtype": "auto", "kv_cache_dtype": "auto", "quantization": None, "load_format": "auto",
@@ -39,13 +39,13 @@ OWN: dict[str, Any] = {
     "kv_cache_memory_bytes": None, "reasoning_config": None, "reasoning_parser": "",
     "allowed_media_domains": None,
 }  # fmt: skip
-# options of their own -> those of speculative_config; the latter four are of versions before vLLM 0.9
+# separate options -> fields of speculative_config; the last four are from versions before vLLM 0.9
 SPEC_NAMES = {
     "spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens",
     "speculative_model": "model", "num_speculative_tokens": "num_speculative_tokens",
     "ngram_prompt_lookup_max": "prompt_lookup_max", "ngram_prompt_lookup_min": "prompt_lookup_min",
 }  # fmt: skip
-# values, the default first -> keywords that are refused at others
+# values, the default first -> keywords for which other values raise an error
 ONLY: list[tuple[tuple, str]] = [
     ((None,), """tokenizer_revision code_revision hf_config_path lora_modules kv_transfer_config kv_events_config
         kv_offloading_size qlora_adapter_name_or_path quantization_param_path logits_processor_pattern
@@ -74,7 +74,7 @@ ONLY: list[tuple[tuple, str]] = [
     (("fcfs",), "scheduling_policy"),
 ]  # fmt: skip
 NEUTRAL: dict[str, tuple] = {name: values for values, names in ONLY for name in names.split()}
-# hints on speed, memory and logs, and options of other models, of which no value changes an output
+# hints on speed, memory and logs, and options of other models; none of their values changes an output
 ON = """disable_log_stats disable_log_requests multi_step_stream_outputs use_v2_block_manager use_tqdm_on_load
     swa_bounded_replay scheduler_reserve_full_isl"""
 OFF = """disable_async_output_proc enable_log_requests disable_chunked_mm_input disable_sliding_window
@@ -118,7 +118,7 @@ UNSET = """served_model_name swap_space enable_chunked_prefill max_num_partial_p
 HINTS = {name: value for value, names in ((True, ON), (False, OFF), (None, UNSET)) for name in names.split()}
 FIRST = {name: values[0] for name, values in NEUTRAL.items()}
 DEFAULTS: dict[str, Any] = {**OWN, **PASSED, **dict.fromkeys(SPEC_NAMES), **FIRST, **HINTS}
-# of thinking, at the marks that the tokenizer has tokens for, or else at <think> and </think>
+# reasoning parsers that split at the marks that the tokenizer has tokens for, or else at <think> and </think>
 PARSERS = """deepseek_r1 deepseek_v3 ernie45 glm45 glm47 holo2 hunyuan_a13b hy_v3 mimo minimax_m2 mistral nemotron_v3
     olmo3 openai_gptoss qwen3 seed_oss step3 step3p5"""
 MARKS: dict[str, tuple[str, str] | None] = {
@@ -151,7 +151,7 @@ def parser_of(keywords: dict[str, Any]) -> Any:
 
 
 def thinks_first(keywords: dict[str, Any], llm: LLM) -> bool:
-    """Whether structured outputs begin behind the thinking, as vLLM's do with a reasoning parser.
+    """Whether structured outputs begin after the thinking, as vLLM's do with a reasoning parser.
 
     Not with ``enable_in_reasoning``, and not where the marks are several tokens and ``reasoning_config`` names none.
     """
@@ -212,7 +212,7 @@ def to_nanovllm(keywords: dict[str, Any]) -> dict[str, Any]:
         given["load_format"] = "auto"
     if has_feature("engine.images"):  # None allows every host in vLLM, and none here
         given["allowed_media_domains"] = keywords.get("allowed_media_domains") or ["*"]
-    if isinstance(limits := given.get("limit_mm_per_prompt"), dict):  # of a modality perhaps with sizes
+    if isinstance(limits := given.get("limit_mm_per_prompt"), dict):  # a limit may be a dictionary with sizes
         counts = {kind: limit.get("count", 999) if isinstance(limit, dict) else limit for kind, limit in limits.items()}
         given["limit_mm_per_prompt"] = counts
     if (state_dtype := keywords.get("mamba_ssm_cache_dtype")) not in (None, "auto"):

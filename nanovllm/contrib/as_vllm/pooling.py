@@ -15,7 +15,7 @@ REFUSED = ("truncate_prompt_tokens", "step_tag_id", "returned_token_ids", "requi
 
 @dataclass
 class PoolingOutput:
-    """Of ``encode``. ``data``: a torch tensor."""
+    """Result of ``encode``. ``data``: a torch tensor."""
 
     data: Any
 

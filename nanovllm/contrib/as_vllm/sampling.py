@@ -29,7 +29,7 @@ class StructuredOutputsParams(core.StructuredOutputsParams):
     """nanovllm's, with the fields that only vLLM has. Before vLLM 0.11 it was ``GuidedDecodingParams``."""
 
     disable_additional_properties: bool = False
-    disable_fallback: bool = False  # of the backend; there is one
+    disable_fallback: bool = False  # changes nothing: there is one backend
     backend: str | None = None
 
     def __post_init__(self) -> None:
@@ -114,10 +114,10 @@ SamplingParams: Any = make_dataclass("SamplingParams", [(n, Any, DEFAULTS[n]) fo
 
 
 def snapshots(params: Any, processors: ListLike[EngineProcessor] = (), thinks_first: bool = False) -> Any:
-    """Of one SamplingParams or of a list of them, with the engine's logits processors; an object that is there many
+    """Copies of one SamplingParams or of a list, with the engine's logits processors; an object that occurs several
     times is copied once.
 
-    ``thinks_first``: structured outputs begin behind the thinking.
+    ``thinks_first``: structured outputs begin after the thinking.
     """
     if isinstance(params, (list, tuple)):
         copies = {key: snapshots(p, processors, thinks_first) for key, p in {id(p): p for p in params}.items()}
@@ -147,7 +147,7 @@ class FlatLogprobs(list):
 
 
 def flatten_logprobs(outputs: list[RequestOutput], params: Any) -> list[RequestOutput]:
-    """Where ``flat_logprobs`` asks for it."""
+    """Flatten the outputs' log-probabilities if ``flat_logprobs`` asks for it."""
     params = params if isinstance(params, (list, tuple)) else [params] * len(outputs)
     for output, asked in zip(outputs, params, strict=True):
         if getattr(asked, "flat_logprobs", False):

@@ -22,7 +22,7 @@ ENDED = "the engine was shut down."
 class EngineThread:
     """Starts an engine; then ``submit`` and ``call`` may be called from any thread, as often as one likes.
 
-    A rank that dies, or a failure of the device, ends the process with status 1: who supervises it shall start another.
+    If a rank dies or the device fails, the process exits with status 1, and its supervisor should start another.
 
     Args:
         model, **options: of ``LLM``, whose errors it raises.
@@ -107,7 +107,7 @@ class EngineThread:
         self._is_stepping = False
         try:
             self.llm.step()
-        except BaseException as error:  # nobody else would say it, and the callers would wait for ever
+        except BaseException as error:  # otherwise nobody would report it, and the callers would wait for ever
             is_lost = isinstance(error, RuntimeError) and not isinstance(error, (EngineError, OutOfMemoryError))
             if is_lost and self._queue(int) is not None:  # else the end of the interpreter made the step fail
                 traceback.print_exc()

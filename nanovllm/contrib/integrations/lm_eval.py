@@ -37,7 +37,7 @@ class NanoVLLM(TemplateLM):
         device: "cpu"; None, "cuda" or "cuda:0", which the harness says unasked, is CUDA if there is a device.
         max_gen_toks: limit on generated tokens, for tasks that set none.
         add_bos_token: whether prompts get the tokenizer's special tokens; None is the tokenizer's default.
-        think_end_token: text or id. What stands before its last occurrence is cut; stop strings look at the rest.
+        think_end_token: text or id. Text up to its last occurrence is cut; stop strings are looked for in the rest.
         enable_thinking, chat_template_args: variables of the chat template.
         batch_size, max_batch_size: accepted and without effect: the engine forms its batches.
         **options: of ``LLM``. ``max_model_len`` is by default the model's own limit, as with ``hf``.

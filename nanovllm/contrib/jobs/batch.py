@@ -1,7 +1,7 @@
 """``nanovllm batch``: complete every row of a file, exactly once however often the job is stopped.
 
-The job reads the input twice: for the ids, then for the rows that are not done. Of each row it keeps a
-hash of the id; engines take rows as they have room. So a million rows need little more memory than a thousand.
+The job reads the input twice: for the ids, then for the rows that are not done. It keeps only a hash of each row's
+id, and engines take rows as they have room. So a million rows need little more memory than a thousand.
 """
 
 import json
@@ -28,12 +28,12 @@ from nanovllm.validation import has_feature
 FREE = ("max_num_batched_tokens", "max_num_seqs", "gpu_memory_utilization", "tensor_parallel_size", "enforce_eager",
         "kvcache_block_size", "num_kvcache_blocks", "device", "attention_backend", "enable_prefix_caching",
         "trust_remote_code", "speculative_config", "allowed_local_media_path", "allowed_media_domains")  # fmt: skip
-USED = (*IMAGES, "custom_id", "id", "sampling_params", "body", "method", "url")  # columns, besides those of options
-SHOWN_BYTES = 1 << 20  # of each file of the model, at its beginning and end, go into the fingerprint
+USED = (*IMAGES, "custom_id", "id", "sampling_params", "body", "method", "url")  # columns, besides the options'
+SHOWN_BYTES = 1 << 20  # bytes at the beginning and end of each model file that go into the fingerprint
 
 
 def run(args: Any) -> int:
-    """The command. Everything that can be wrong is looked at before an engine starts."""
+    """Run the command. Everything that can be wrong is checked before an engine starts."""
     path, (k, n) = Path(args.output), shard_of(args.shard)
     for name, given in (("OUT", args.output), ("--metrics", args.metrics)):
         if "://" in (given or ""):
@@ -120,14 +120,14 @@ def facts_of(args: Any, model_path: str, source: Input) -> dict[str, Any]:
 def complete(args: Any, source: Input, todo: np.ndarray, output: Output, ends: np.ndarray) -> int:
     """Write a record for each of the rows, count and show them, and print a summary; the exit status.
 
-    ``ends``: of the rows that were done before, as ``Output.scan`` counts them.
+    ``ends``: how each row that was done before has ended, as ``Output.scan`` returns it.
     """
     from nanovllm.contrib.jobs import engines
 
     started, size, num_before, num_todo = perf_counter(), source.num_bytes(), len(ends), int(todo.sum())
     num_rows, num_done, num_incomplete = num_before + num_todo, 0, 0
     counts = Counter(ends.tolist())
-    tokens = np.zeros(3, int)  # of prompts, cached, generated
+    tokens = np.zeros(3, int)  # prompt, cached and generated tokens
     if num_todo:
         if args.data_parallel_size > 1:
             records = engines.complete_in_processes(args, source, todo)

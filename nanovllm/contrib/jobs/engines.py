@@ -28,8 +28,8 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 logger = logging.getLogger("nanovllm")
-ROWS_PER_SLOT = 2  # that wait or run in an engine; enough to keep every step full
-# with tokens of the prompt, cached, generated; and 1 for a structured output that is incomplete
+ROWS_PER_SLOT = 2  # rows that wait or run in an engine; enough to keep every step full
+# records with counts: prompt, cached and generated tokens; 1 for an incomplete structured output
 Records = Generator[tuple[dict[str, Any], tuple[int, ...]]]
 
 
@@ -136,7 +136,7 @@ def devices_of_processes(args: Any) -> list[str | None]:
     import torch
 
     size, each = args.data_parallel_size, args.engine.get("tensor_parallel_size", 1)
-    num_devices = torch.cuda.device_count()  # which does not initialise CUDA
+    num_devices = torch.cuda.device_count()  # does not initialise CUDA
     if not num_devices or args.engine.get("device") == "cpu":
         return [None] * size
     if num_devices < size * each:

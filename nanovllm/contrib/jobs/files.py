@@ -31,10 +31,10 @@ with suppress(ImportError):  # Windows
 
 PART_ROWS, PART_SECONDS = 10_000, 60.0  # a part of parquet is written when either is reached
 ANSWER_COLUMNS = ("text", "reasoning", "content", "finish_reason", "stop_reason", "prompt_tokens", "completion_tokens",
-                  "outputs", "prompt_logprobs", "response", "error")  # of parquet
-ANNOTATIONS = {"title", "description", "default", "examples", "$comment"}  # of a JSON schema: they allow all values
+                  "outputs", "prompt_logprobs", "response", "error")  # parquet columns
+ANNOTATIONS = {"title", "description", "default", "examples", "$comment"}  # JSON schema keywords that allow all values
 CHUNK = 1 << 18  # bytes
-Values = dict[str, Any] | RequestError  # of a row, or why it cannot be read
+Values = dict[str, Any] | RequestError  # values of a row, or the reason why it cannot be read
 
 
 class RemoteFile:
@@ -42,7 +42,7 @@ class RemoteFile:
 
     def __init__(self, filesystem: Any, info: dict[str, Any]):
         self._filesystem, self._info, self._path = filesystem, info, info["name"]
-        path = PurePosixPath(self._path.partition("?")[0])  # behind it a signature
+        path = PurePosixPath(self._path.partition("?")[0])  # a signature may follow
         self.name, self.suffix = path.name, path.suffix
 
     @cached_property
@@ -158,7 +158,7 @@ def read(path: File, remedy: str = "") -> Iterator[Any]:
 def reading(path: Any, remedy: str = "") -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # of decoding; of a network; and pyarrow's, whose OSErrors have no number
+    except Exception as error:  # decoding, network and pyarrow errors; pyarrow's OSErrors have no number
         if isinstance(error, NanoVLLMError) or getattr(error, "errno", None) is not None:
             raise
         kind = f"{type(error).__name__}: " if isinstance(error, OSError) else ""  # its text may be the path alone
@@ -311,7 +311,7 @@ class Output:
         id_names = {"custom_id", *id_names} - {*ANSWER_COLUMNS}
         self._columns = *sorted(id_names), *ANSWER_COLUMNS
         self._integers = {"prompt_tokens", "completion_tokens"} | (id_names if ids_are_integers else set())
-        self._rows: list[dict[str, Any]] = []  # of the part that is written next
+        self._rows: list[dict[str, Any]] = []  # rows of the part that is written next
         self._flushed_at = monotonic()
 
     def files(self) -> list[Path]:

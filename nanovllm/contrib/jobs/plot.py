@@ -13,7 +13,7 @@ import numpy as np
 
 from nanovllm.errors import ConfigError
 
-NUM_POINTS = 400  # of a line
+NUM_POINTS = 400  # points in a line
 LONGEST_GAP_S = 10.0  # a job that rested for longer was stopped and started again; the time between is left out
 STATES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "alive")
 COUNTERS = ("generation_tokens", "prompt_tokens", "prompt_tokens_cached", "prefix_cache_hits", "prefix_cache_queries",
@@ -67,7 +67,7 @@ def read(path: Path) -> tuple[np.ndarray, list[Chart], str]:
     steps = np.diff(times, prepend=times[0])
     running_time = np.cumsum(np.where(steps > LONGEST_GAP_S, 1.0, steps))
     seconds = np.linspace(0, running_time[-1], NUM_POINTS)
-    sums = np.zeros((len(STATES) + len(COUNTERS), NUM_POINTS))  # of all engines
+    sums = np.zeros((len(STATES) + len(COUNTERS), NUM_POINTS))  # sums over all engines
     for of_process in samples:
         moments, *values = table = np.array(of_process).T
         counters = table[1 + len(STATES) :]

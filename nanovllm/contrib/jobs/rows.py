@@ -20,7 +20,7 @@ from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.validation import at_least, check
 
-# of a body: what changes no token (--model decides), and what changes none with these values
+# fields of a body that change no token (--model decides), and fields that change none with these values
 IGNORED = ("model", "user", "metadata", "store", "service_tier", "stream_options", "safety_identifier",
            "prompt_cache_key")  # fmt: skip
 NEUTRAL: dict[str, tuple] = {
@@ -37,7 +37,7 @@ class Row(NamedTuple):
     key: str | int  # its id
     values: dict[str, Any]
     error: RequestError | None = None  # why it cannot be served
-    name: str = "custom_id"  # of the column that the id is from
+    name: str = "custom_id"  # column the id comes from
 
     @property
     def is_openai(self) -> bool:
@@ -45,7 +45,7 @@ class Row(NamedTuple):
 
 
 def row_of(values: dict[str, Any] | RequestError, number: int, id_column: str | None) -> Row:
-    """With the id that the values have, or with its number, from 0, in the input."""
+    """The row with the id that its values have, or with its number in the input, from 0."""
     by_number = f"row-{number}"
     if isinstance(values, RequestError):
         return Row(by_number, {}, values)
@@ -283,7 +283,7 @@ def is_incomplete(output: RequestOutput, params: SamplingParams) -> bool:
 
 
 def split_of(output: CompletionOutput) -> dict[str, str]:
-    """Where a model has thought, the two parts of its text."""
+    """If the model has thought, the two parts of its text."""
     return {} if output.reasoning is None else {"reasoning": output.reasoning, "content": output.content}
 
 
@@ -319,12 +319,12 @@ def plain_logprobs(logprobs: Any) -> Any:
 
 
 def completion_logprobs(output: CompletionOutput, num_top: int) -> dict[str, Any]:
-    """As /v1/completions has them: columns. Offsets are those of the tokens' texts, joined."""
+    """Log-probabilities in the form of /v1/completions: columns. Offsets count in the tokens' joined texts."""
     found = [list(at.values()) for at in output.logprobs]  # type: ignore[union-attr]
     tokens = [chosen.decoded_token or "" for chosen, *_ in found]
     top: list[dict[str, float]] = [{} for _ in found]
     for each, entries in zip(top, found, strict=True):
-        for at in sorted(entries, key=lambda at: at.rank or 0):  # of several ids with one text the most probable
+        for at in sorted(entries, key=lambda at: at.rank or 0):  # if several ids have one text, keep the most probable
             each.setdefault(at.decoded_token or "", finite(at.logprob))
     return {
         "tokens": tokens, "token_logprobs": [finite(chosen.logprob) for chosen, *_ in found],
@@ -334,7 +334,7 @@ def completion_logprobs(output: CompletionOutput, num_top: int) -> dict[str, Any
 
 
 def openai_logprobs(output: CompletionOutput, num_top: int) -> dict[str, Any]:
-    """As /v1/chat/completions has them: a list of tokens."""
+    """Log-probabilities in the form of /v1/chat/completions: a list of tokens."""
 
     def entry(at: Logprob) -> dict[str, Any]:
         return {"token": at.decoded_token, "logprob": finite(at.logprob), "bytes": list(at.token_bytes or b"")}

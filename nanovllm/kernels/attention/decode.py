@@ -11,9 +11,9 @@ contexts, and the host needs to know none of them (CUDA graphs):
     splits      |----- 0 -----|----- 1 -----|----- 2 -----|----- 3 -----|
 
 With a window a sequence's tiles begin with the one that holds the window's first token; blocks before it are not read.
-With shared prefixes (prefix.py) its tiles begin behind the prefix, and its first tile starts from the prefix's softmax
+With shared prefixes (prefix.py) its tiles begin after the prefix, and its first tile starts from the prefix's softmax
 state instead of an empty one, so nothing is merged afterwards. Attention sinks join a sequence's sum where its result
-is written, once, whatever it was put together from.
+is written, once, however many partial results were merged.
 
 A sequence within one split is written to `out` at once. Otherwise each of its splits leaves a partial result
 (accumulator, maximum, sum) in scratch slot split + sequence, and the last split to finish merges them. The splits of a
@@ -63,7 +63,7 @@ from .reference import SHARED_TOKENS
 
 @triton.jit
 def first_tile(context, shared, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The tile of the first token that the query at context - 1 attends here, behind ``shared`` tokens of a prefix."""
+    """The tile of the first token that the query at context - 1 attends here, after ``shared`` tokens of a prefix."""
     if WINDOW > 0:
         return tl.maximum(context - WINDOW, 0) // BLOCK_N
     else:
@@ -72,13 +72,13 @@ def first_tile(context, shared, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def num_attended_tiles(context, shared, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Tiles of a sequence; one for an empty context too, whose zeros must be written."""
+    """Number of tiles of a sequence; an empty context has one, because its zeros must be written."""
     return tl.maximum(tl.cdiv(context, BLOCK_N) - first_tile(context, shared, WINDOW, BLOCK_N), 1)
 
 
 @triton.jit
 def column_heads(kv_head, offs, GQA_GROUP: tl.constexpr, NUM_ROWS: tl.constexpr):
-    """Query heads of columns. In a verify step these are row by row, and GQA_GROUP counts them all."""
+    """Query head of each column. In a verify step heads go row by row, and GQA_GROUP counts those of all rows."""
     if NUM_ROWS > 1:
         return kv_head * (GQA_GROUP // NUM_ROWS) + offs % (GQA_GROUP // NUM_ROWS)
     else:
@@ -96,13 +96,13 @@ def load_shared(shared_lens_ptr, seq, mask):
 
 @triton.jit
 def of_heads(x, COLUMNS: tl.constexpr):
-    """A vector of query heads, as it meets queries, scores and results; or of tokens, as it meets values."""
+    """Expand a vector of query heads to broadcast with queries, scores and results; or one of tokens, with values."""
     return x[None, :] if COLUMNS else x[:, None]
 
 
 @triton.jit
 def of_others(x, COLUMNS: tl.constexpr):
-    """A vector of tokens, as it meets scores; or of channels, as it meets queries, values and results."""
+    """Expand a vector of tokens to broadcast with scores; or one of channels, with queries, values and results."""
     return x[:, None] if COLUMNS else x[None, :]
 
 
@@ -123,7 +123,7 @@ def start_from_prefix(
     GQA_GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The softmax state of ``seq`` after its shared prefix; the given, empty one where nothing is shared."""
+    """The softmax state of ``seq`` after its shared prefix; the given, empty state if it shares none."""
     # Fetched before is_shared is known, or two latencies would add up; undefined where nothing is shared.
     offs_d = tl.arange(0, BLOCK_D)
     states = seq * num_heads + head_offs
@@ -141,7 +141,7 @@ def start_from_prefix(
 
 @triton.jit
 def prefetch_to_l2(rows, HEAD_SIZE: tl.constexpr):
-    """Ask for the HEAD_SIZE elements behind each pointer, in lines of 128 bytes."""
+    """Prefetch the HEAD_SIZE elements at each pointer, in lines of 128 bytes."""
     ASM: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
     LINE: tl.constexpr = 1024 // rows.dtype.element_ty.primitive_bitwidth
     for first in tl.static_range(0, HEAD_SIZE, LINE):
@@ -424,7 +424,7 @@ def _merge_partials(
     tl.store(out_ptrs, result, mask=(offs_g < GQA_GROUP)[:, None] & (offs_d < HEAD_SIZE)[None, :])
 
 
-MAX_HEAD_PROGRAMS = 8  # of a KV head in a verify step, each with some of its query heads
+MAX_HEAD_PROGRAMS = 8  # programs per KV head in a verify step, each with some of its query heads
 
 
 class DecodeConfig(NamedTuple):
@@ -434,21 +434,21 @@ class DecodeConfig(NamedTuple):
     num_warps: int
     num_stages: int  # tiles in shared memory
     programs_per_sm: int  # all resident at once
-    kv_head_programs: int = 1  # that share the query heads of a KV head
+    kv_head_programs: int = 1  # programs that share the query heads of a KV head
     merged: int = 4096  # fp32 elements of partial results that a merge loads at a time
     columns: bool = True  # query heads are columns of the products, else rows
 
 
 def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: int, itemsize: int,
                   num_rows: int = 1) -> DecodeConfig:
-    """Chosen by batch size and heads alone: contexts change between replays of a graph."""
-    num_pairs = num_seqs * num_kv_heads  # of a sequence and a KV head
+    """Choose by batch size and heads alone: contexts change between replays of a graph."""
+    num_pairs = num_seqs * num_kv_heads  # (sequence, KV head) pairs
     block_d = triton.next_power_of_2(head_size)
-    head_bytes = block_d * itemsize  # of a token's keys of a KV head
+    head_bytes = block_d * itemsize  # bytes of a token's keys in one KV head
     has_large_partials = triton.next_power_of_2(gqa_group) * block_d >= 512  # 2 KB and more
-    # Without barriers for the maximum of a row; fewer registers for the merge.
+    # One warp needs no barriers for the maximum of a row; a smaller merge saves registers.
     one_warp = DecodeConfig(32, num_warps=1, num_stages=3, programs_per_sm=4, merged=2048)
-    # In 16 bits rows: alone columns are no slower, but an engine with 0.6B was 2.4 % slower (docs/experiments.md).
+    # In 16 bits, heads are rows: columns are as fast alone, but an 0.6B engine was 2.4 % slower (docs/experiments.md).
     # Heads of 64 in groups of 8 were measured as columns only, in an engine.
     columns = itemsize == 1 or num_rows > 1 or (head_bytes <= 128 and gqa_group >= 8)
     if num_pairs <= 16:  # latency-bound: programs share a group's heads, and all read the same keys and values
@@ -458,7 +458,7 @@ def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: i
     elif head_bytes <= 128 and (num_pairs <= 128 if itemsize == 1 else columns or num_seqs <= 16):
         config = one_warp
     elif head_bytes <= 128:
-        # two for FP8, but for heads of 64 and groups of 2 (docs/experiments.md)
+        # two stages for FP8, except with heads of 64 or groups of 2 (docs/experiments.md)
         num_stages = 2 if itemsize == 1 and block_d == 128 and gqa_group >= 4 else 3
         config = DecodeConfig(64, num_warps=2, num_stages=num_stages, programs_per_sm=4)
     elif head_bytes == 256 and num_pairs <= 128:
@@ -467,10 +467,10 @@ def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: i
         config = one_warp
     else:
         config = DecodeConfig(64, num_warps=2, num_stages=3, programs_per_sm=2)
-    if num_rows > 1:  # partial results have all rows; merging those of many heads takes longer than their tiles
+    if num_rows > 1:  # partial results hold all rows; with many heads the merge takes longer than the tiles
         programs = next(n for n in range(min(gqa_group, MAX_HEAD_PROGRAMS), gqa_group + 1) if gqa_group % n == 0)
         config = DecodeConfig(32, num_warps=2, num_stages=3, programs_per_sm=2, kv_head_programs=programs, merged=8192)
-    block_n = max(16, config.block_n * 256 // max(256, head_bytes))  # wider heads: as many bytes
+    block_n = max(16, config.block_n * 256 // max(256, head_bytes))  # wider heads: the same number of bytes
     return config._replace(block_n=block_n, columns=columns)
 
 

@@ -1,4 +1,4 @@
-"""Triton helpers of both attention kernels: block-table lookup, KV slot addresses, and the layout they assume.
+"""Triton helpers for both attention kernels: block-table lookup, KV slot addresses, and the layout they assume.
 
 Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867), in fp32 and base 2: the hardware has exp2.
 
@@ -59,7 +59,7 @@ def slot_offsets(
 
 @triton.jit
 def soft_cap(scores, cap_scale):
-    """tanh of scores times ``cap_scale`` / (2 log2 e); without one (None) the scores as they are."""
+    """tanh of scores times ``cap_scale`` / (2 log2 e); the scores unchanged if ``cap_scale`` is None."""
     if cap_scale is not None:
         scores = 1.0 - 2.0 / (tl.exp2(scores * cap_scale) + 1.0)  # +-1 where exp2 is inf or 0
     return scores
@@ -80,13 +80,13 @@ def load_sinks(sinks_ptr, heads, mask):
 
 @triton.jit
 def sink_weights(sinks, row_max):
-    """Terms of the sinks in the sums of exp2(score - row_max). Finite even without keys, or far above all scores."""
+    """Terms that sinks add to the sums of exp2(score - row_max). Finite even without keys, or far above all scores."""
     return tl.exp2(tl.minimum(sinks - row_max, 126.0))
 
 
 @triton.jit
 def widen(x, dtype: tl.constexpr):
-    """q of this dtype, or e4m3 keys or values, as operand of a dot: fp16, which holds e4m3 exactly, or fp32.
+    """Convert q of this dtype, or e4m3 keys or values, for a dot: to fp16, which holds e4m3 exactly, or to fp32.
 
     On sm_90 e4m3 to fp16 is one instruction for two values; to bf16 it is three.
     """

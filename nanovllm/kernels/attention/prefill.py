@@ -162,8 +162,8 @@ class PrefillConfig(NamedTuple):
 
 
 def prefill_config(max_rows: int, head_size: int, itemsize: int, large_shared_memory: bool) -> PrefillConfig:
-    """For sequences of at most `max_rows` rows, query tokens * GQA_GROUP. No more than 98 KB of shared memory, 160 with
-    `large_shared_memory`.
+    """Choose for sequences of at most `max_rows` rows, query tokens * GQA_GROUP. Uses at most 98 KB of shared memory,
+    160 KB with `large_shared_memory`.
     """
     if itemsize > 2:
         return PrefillConfig(block_m=32, block_n=32 if head_size <= 128 else 16, num_warps=4, num_stages=2)

@@ -7,12 +7,12 @@ arXiv:2407.08608). Owns the kernel and the inputs it `supports`; prefill.py runs
                               and loads its K and V tiles of BLOCK_N tokens by TMA into rings of STAGES slots
     consumer 0, 1 (4 warps)   64 rows each: WGMMA, online softmax in registers
 
-With an FP8 KV cache the MMAs are in fp16, q and P too. The producer's rings are then of e4m3, with RAW_STAGES slots:
+With an FP8 KV cache the MMAs run in fp16, as do q and P. The producer's rings then hold e4m3, in RAW_STAGES slots:
 
     converter (4 warps)       each tile to fp16 in the rings of STAGES slots, in the order in which it was loaded
 
-The converter pops the work items too. Towards the producer it is the only consumer, towards the consumers the producer.
-Scales of keys are applied to the scores, those of values at the end. So are attention sinks, to the sum.
+The converter pops the work items too. It is the only consumer of the producer's rings, and the consumers' producer.
+Scales of keys multiply the scores; scales of values multiply the result. Attention sinks join the sum at the end.
 
 A work item is a query tile of one KV head: 128 rows (token, head of the group), cut at positions that are multiples of
 TOKENS = 128 // GQA_GROUP; with 7 heads to a group 126 rows are used. One consumer's WGMMA runs during the other's
@@ -20,9 +20,9 @@ softmax, and P V of a tile during the softmax of the next. Key tiles go from las
 of TOKENS, only the last tile needs the causal mask. A window cuts the first tiles; those before it are not read.
 
 Use n of a ring of R slots is slot n % R. A full barrier takes 1 arrival (the producer, plus the bytes of K or V), an
-empty barrier 2 (the consumers), that of a work item one more with a converter, those of e4m3 tiles 1. The producer
-waits for `empty` with the opposite parity, which a new barrier satisfies. All sides count the same uses: a work item
-takes as many slots of K and of V as `key_tiles` says.
+empty barrier 2 (the consumers): one more for a work item if there is a converter, and only 1 for e4m3 tiles. The
+producer waits for `empty` with the opposite parity, which a new barrier satisfies. All sides count the same uses: a
+work item takes `key_tiles` slots of K, and the same number of V.
 """
 
 from triton.experimental import gluon
@@ -73,10 +73,10 @@ def part_range(
     """Tiles begin .. end - 1, counted down from the last one, of a part of a consumer's key loop."""
     TOKENS: gl.constexpr = 2 * ROWS // GQA_GROUP
     begin = 1
-    if BLOCK_N % TOKENS != 0:  # before it, tiles with keys after p0
+    if BLOCK_N % TOKENS != 0:  # tiles before `begin` have keys after p0
         begin = gl.maximum(last - (p0 + 1) // BLOCK_N + 1, 1)
     end = num_tiles
-    if WINDOW > 0:  # from it on, tiles with keys that the last row does not attend
+    if WINDOW > 0:  # tiles from `end` on have keys that the last row does not attend
         cut = (gl.maximum(p0 + TOKENS - WINDOW, 0) + BLOCK_N - 1) // BLOCK_N
         end = gl.maximum(gl.minimum(last - cut + 1, num_tiles), begin)
     if PART == 0:
@@ -108,9 +108,9 @@ def pop_work_item(work_items, item_full, item_empty, t):
 
 @gluon.jit
 def holds_token(m, token, q_begin, q_end, GQA_GROUP: gl.constexpr):
-    """Which rows m of a work item hold a token of the sequence."""
+    """Mask of the rows m of a work item that hold a token of the sequence."""
     is_token = (token >= q_begin) & (token < q_end)
-    if 2 * ROWS % GQA_GROUP != 0:  # the rows left over are those of the next work item
+    if 2 * ROWS % GQA_GROUP != 0:  # the rows left over belong to the next work item
         is_token &= m < 2 * ROWS // GQA_GROUP * GQA_GROUP
     return is_token
 
@@ -237,7 +237,7 @@ def load_q(
 def mask_scores(
     s, p0, first, WARPGROUP: gl.constexpr, GQA_GROUP: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr
 ):
-    """-inf for the keys from `first` on that a row, at its position, does not attend."""
+    """Set scores to -inf for the keys from `first` on that a row, at its position, does not attend."""
     key = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s.type.layout))
     position = p0 + (WARPGROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s.type.layout))) // GQA_GROUP
     attended = key[None, :] <= position[:, None]
@@ -276,7 +276,7 @@ def consumer(
     (q_ptr, out_ptr, kv_scale_ptr, sinks_ptr, num_kv_heads, scale_log2e,
      stride_q_token, stride_q_head, stride_out_token, stride_out_head) = tensors  # fmt: skip
     qs, ks, vs, work_items, k_full, k_empty, v_full, v_empty, item_full, item_empty = rings
-    dtype: gl.constexpr = ks.dtype  # of the MMAs; with an FP8 cache fp16
+    dtype: gl.constexpr = ks.dtype  # dtype of the MMAs; with an FP8 cache fp16
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_SIZE, 16])
     p_operand: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
@@ -347,7 +347,7 @@ def consumer(
                 if PART != 1:
                     s = mask_scores(s, p0, (last - i) * BLOCK_N, WARPGROUP, GQA_GROUP, WINDOW, BLOCK_N)
                 p32, correction, row_max, row_sum = online_softmax_update(s, row_max, row_sum, score_scale)
-                # Placed here to keep ptxas from moving the softmax behind the wait for acc.
+                # Placed here to keep ptxas from moving the softmax after the wait for acc.
                 mbarrier.wait(k_full.index((n + 2) % STAGES), ((n + 2) // STAGES) & 1, pred=i + 1 < num_tiles)
                 acc, p32 = warpgroup_mma_wait(0, [acc, p32])
                 thread_barrier()
@@ -393,9 +393,9 @@ def consumer(
 @gluon.jit
 def convert_tile(raw, raw_full, raw_empty, ring, full, empty, n, BLOCK_N: gl.constexpr, HEAD_SIZE: gl.constexpr,
                  RAW_STAGES: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Use n of both rings: e4m3 tile [BLOCK_N, HEAD_SIZE] to fp16."""
+    """Convert use n of both rings, an e4m3 tile [BLOCK_N, HEAD_SIZE], to fp16."""
     ROWS_AT_ONCE: gl.constexpr = 32  # bounds the registers
-    # Eight numbers to a thread: stores of 16 bytes side by side. With 16 numbers they meet in the same banks.
+    # Eight numbers per thread: adjacent stores of 16 bytes. With 16 numbers they conflict in the same banks.
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_SIZE, HEAD_SIZE // 8], [4, 1], [1, 0])
     raw_slot = n % RAW_STAGES
     slot = n % STAGES
@@ -459,11 +459,11 @@ def prefill_kernel(
     GQA_GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
-    """Registers per thread: 40 for the producer, which leaves 232 for each consumer; or 208, and 56 for a converter."""
+    """Registers per thread: 40 for the producer and 232 for each consumer; with a converter, 56 for it and 208 each."""
     if USE_PDL:
         gdc_launch_dependents()
     IS_FP8: gl.constexpr = kv_scale_ptr is not None
-    dtype: gl.constexpr = gl.float16 if IS_FP8 else k_desc.dtype  # of the MMAs
+    dtype: gl.constexpr = gl.float16 if IS_FP8 else k_desc.dtype  # dtype of the MMAs
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     qs = gl.allocate_shared_memory(q_ptr.dtype.element_ty, [2, ROWS, HEAD_SIZE], shared)
     ks = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_SIZE], shared)

@@ -1,16 +1,16 @@
-"""Attention of a decode batch over prefixes that several of its sequences share, in Triton: each is read once a group.
+"""Attention of a decode batch over prefixes that several sequences share, in Triton: a group reads its prefix once.
 
 Owns this first half of decode attention. It leaves the state of the online softmax (accumulator, maximum, sum) of every
-member's query heads in fp32; decode.py starts a sequence from it, at the first token of its own. Knows nothing of who
-shares what: runner/cascade.py finds the groups. Legend: paging.py; G groups.
+member's query heads in fp32; decode.py starts a sequence from it, at the sequence's first own token. Does not look for
+shared prefixes: runner/cascade.py finds the groups. Legend: paging.py; G groups.
 
     members      group 0: sequences 4, 0, 7, ...     group 1: ...
     rows         members x query heads of a KV head, in tiles of BLOCK_M     every row attends every key: no causal mask
     splits       the group's keys, in equal parts, if there are fewer tiles than programs
 
 Programs (k, ...) compute the work items of KV head k, each a (group, row tile, split), in turn. They find them from the
-groups on the device: the grid is one wave, whatever the groups (CUDA graphs). Of a tile with several splits, the last
-program to finish merges the partial states.
+groups on the device: the grid is one wave, whatever the groups (CUDA graphs). If a tile has several splits, the last
+program to finish merges their partial states.
 """
 
 from typing import NamedTuple
@@ -57,7 +57,7 @@ def _prefix_kernel(
     kv_head = tl.program_id(0)
     num_kv_heads = tl.num_programs(0)
 
-    # i32[BLOCK_G]: every group's row tiles, and the splits of its keys: as many as give each program an item.
+    # i32[BLOCK_G]: every group's row tiles, and the splits of its keys: enough to give each program an item.
     offs_g = tl.arange(0, BLOCK_G)
     group_mask = offs_g < num_groups
     sizes = tl.load(sizes_ptr + offs_g, mask=group_mask, other=0)
@@ -79,7 +79,7 @@ def _prefix_kernel(
     k_head_ptr = k_ptr + kv_head * STRIDE_KV_HEAD
     v_head_ptr = v_ptr + kv_head * STRIDE_KV_HEAD
 
-    if kv_scale_ptr is not None:  # that of the values multiplies in decode.py, at a sequence's end
+    if kv_scale_ptr is not None:  # decode.py applies the values' scale, at a sequence's end
         if cap_scale is not None:
             cap_scale *= tl.load(kv_scale_ptr + kv_head)
         else:
@@ -139,7 +139,7 @@ def _prefix_kernel(
             acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION)
             row_max = new_max
 
-        # i64[BLOCK_M], rows of acc and stats; and those of the partial states of this tile's first split.
+        # i64[BLOCK_M], rows of acc and stats; and rows of the partial states of this tile's first split.
         states = seqs.to(tl.int64) * (num_kv_heads * GQA_GROUP) + heads
         tile_item = item - split
         partials = (tile_item * num_kv_heads + kv_head).to(tl.int64) * BLOCK_M + offs_m
@@ -176,7 +176,7 @@ def _merge_splits(
     partial_acc_ptr, partial_stats_ptr, rows, num_splits, num_kv_heads, mask, row_mask,
     HEAD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The state after all splits of a row tile, of partial states that other programs of this launch wrote."""
+    """Merge the partial states of a row tile's splits, which other programs of this launch wrote."""
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -204,7 +204,7 @@ class PrefixConfig(NamedTuple):
     num_warps: int
     num_stages: int  # key tiles in shared memory
     programs_per_sm: int  # all resident at once
-    split_tiles: int  # key tiles that a split has at least
+    split_tiles: int  # fewest key tiles of a split
 
 
 def prefix_config(head_size: int, itemsize: int) -> PrefixConfig:
@@ -226,7 +226,7 @@ def prefix_attention(q, k_cache, v_cache, block_tables, scale, groups, pdl=False
         config = config._replace(num_stages=2)
     num_groups = len(groups.sizes)
     num_programs = max(1, config.programs_per_sm * num_sms(q.device) // num_kv_heads)
-    # At most: an item for each program, and one for each row tile; those are full ones, and a last one of each group.
+    # At most one item for each program, and one for each row tile: the full tiles, and a last one of each group.
     num_items = num_programs + num_seqs * gqa_group // config.block_m + num_groups
     block_m = config.block_m
     partial_acc = torch.empty((num_items, num_kv_heads, block_m, head_size), dtype=torch.float32, device=q.device)

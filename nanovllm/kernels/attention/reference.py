@@ -1,7 +1,7 @@
 """Paged attention in plain torch: the CPU backend, and the oracle of the Triton kernels.
 
 Owns how a context is gathered from the KV cache; ``scaled_dot_product_attention`` does the rest, in the dtype of q,
-but for sinks and soft caps, which it does not know. Knows nothing of the kernels' work partition.
+except sinks and soft caps, which it does not support. Knows nothing of the kernels' work partition.
 
 T packed query tokens, B sequences of a decode batch, S sequences of a prefill, R request slots, H query heads,
 K KV heads, D head size, NB blocks of BS tokens.
@@ -15,8 +15,8 @@ import torch.nn.functional as F
 
 from ..fp8 import E4M3
 
-ROWS_AT_ONCE = 256  # queries that share a mask; keys behind the last one's are left out
-SHARED_TOKENS = 128  # shared prefixes are multiples of it, and it of every tile of the decode kernel
+ROWS_AT_ONCE = 256  # queries that share a mask; keys after the last query are left out
+SHARED_TOKENS = 128  # shared prefixes are multiples of it; it is a multiple of every tile of the decode kernel
 
 
 class PrefixGroups(NamedTuple):
@@ -70,11 +70,11 @@ def paged_decode_attention(
         max_context: upper bound of ``context_lens``; a hint for the kernel, like ``pdl``.
         window: a query attends the last ``window`` tokens up to its own; 0: the whole context.
         kv_scale: fp32 [2, K], keys and values are the stored ones times it; read only where the caches are e4m3.
-        groups: who shares a prefix, for the kernel: it reads each prefix once. Without a window only.
+        groups: sequences that share a prefix, for the kernel: it reads each prefix once. Not with a window.
         sinks: [H], a score of each query head that joins the sum of the softmax, and nothing else.
         softcap: scores are softcap * tanh(score / softcap); 0: as they are.
-        row_lens: i32[B * Q], contexts of the rows of each sequence, which grow by one; ``context_lens`` has that of the
-            last. Dead rows behind it have 0, and get zeros. Without groups.
+        row_lens: i32[B * Q], contexts of the rows of each sequence, which grow by one; ``context_lens`` is the last
+            live row's. Dead rows follow it: they have 0, and get zeros. Not with groups.
     """
     out = torch.zeros_like(q)
     if row_lens is not None:  # a prefill of the live rows
@@ -202,7 +202,7 @@ def _capped(scores: torch.Tensor, softcap: float) -> torch.Tensor:
 def _gather_contexts(dtype, k_cache, v_cache, req_indices, context_lens, block_tables, kv_scale):
     """(i, k, v) of each sequence with a context; k, v [1, K, context, D]: a view of one block, a copy of several.
 
-    Those of an e4m3 cache are dequantized to ``dtype``.
+    Keys and values of an e4m3 cache are dequantized to ``dtype``.
     """
     contexts, block_size = context_lens.tolist(), k_cache.shape[1]
     max_blocks = -(-max(contexts, default=0) // block_size)

@@ -1,11 +1,11 @@
 """Triton: a decode step of the gated delta net in one launch, from the input projection's result to the gated norm.
 
-Owns that launch, and the arithmetic of a token, which prefill.py shares. Knows neither requests nor who copies states.
+Owns that launch, and the arithmetic of a token, which prefill.py shares. Knows nothing of requests or copies of states.
 
-Program (value head, token) reads and writes the head's state [V, K], part after part, each while the next one is on its
-way. That is all that many sequences cost. The value heads of a key head compute its q and k each for itself; one of
-them stores the inputs. A step writes only the ring's slot that it does not read, so the programs of a token need no
-order.
+Program (value head, token) reads and writes the head's state [V, K] part by part, and loads the next part meanwhile.
+With many sequences this traffic is the whole cost. Each value head of a key head computes q and k for itself; one of
+them stores the inputs. A step writes only the ring's slot that it does not read, so the programs of a token may run in
+any order.
 
 Legend: reference.py.
 """
@@ -27,7 +27,7 @@ def silu(x):
 
 @triton.jit
 def inverse_length(x, AXIS: tl.constexpr):
-    """1 / the L2 norm along AXIS, which is kept."""
+    """1 / the L2 norm along AXIS; the dimension is kept."""
     return tl.rsqrt(tl.sum(x * x, axis=AXIS, keep_dims=True) + L2_EPSILON)
 
 
@@ -41,7 +41,7 @@ def log_decay(a, A_log, dt_bias):
 
 @triton.jit
 def gated_norm(o, z, weight, eps, AXIS: tl.constexpr):
-    """RMSNorm of o along AXIS times silu(z). o and z are of the model's dtype, and so is the result."""
+    """RMSNorm of o along AXIS times silu(z). o, z and the result have the model's dtype."""
     wide = o.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(wide * wide, axis=AXIS, keep_dims=True) / o.shape[AXIS] + eps)
     normalized = (wide * rstd).to(o.dtype).to(tl.float32)
@@ -51,7 +51,7 @@ def gated_norm(o, z, weight, eps, AXIS: tl.constexpr):
 
 @triton.jit
 def as_stored(state, dtype: tl.constexpr):
-    """Saturated: the largest fp16 is 65,504. NaN stays NaN."""
+    """Convert with saturation: the largest fp16 is 65,504. NaN stays NaN."""
     if dtype == tl.float16:
         state = tl.maximum(state, -65504.0, propagate_nan=tl.PropagateNan.ALL)
         state = tl.minimum(state, 65504.0, propagate_nan=tl.PropagateNan.ALL)
@@ -93,7 +93,7 @@ def _decode_kernel(
     key_head = head // (HV // HK)
     offs_k, offs_v = tl.arange(0, K), tl.arange(0, V)
     y_ptrs = y_ptr + token * (HV * V) + head * V + offs_v
-    # Before the wait (see launch.py): slots, request indices, positions, weights, and this layer's states.
+    # Loaded before the wait (see launch.py): slots, request indices, positions, weights, and this layer's states.
     slot = tl.load(slot_mapping_ptr + token)
     row = tl.load(req_indices_ptr + token).to(tl.int64)
     position = tl.load(positions_ptr + token)
@@ -156,12 +156,12 @@ def _decode_kernel(
 
 
 def takes_delta_heads(key_dim, value_dim):
-    """See reference.takes_delta_heads. With 16, prefill reads beyond shared memory (Triton 3.6, sm_90)."""
+    """See reference.takes_delta_heads. With heads of 16, prefill reads beyond shared memory (Triton 3.6, sm_90)."""
     return all(size >= 32 and size & (size - 1) == 0 for size in (key_dim, value_dim))
 
 
 def decode_config(num_programs, key_dim, value_dim, delta, device):
-    """Rows of S of a part, warps, and registers of a thread.
+    """Rows of S per part, warps, and registers per thread.
 
     One H200, 256 sequences of 32 heads of 128: 284 us in fp32, and 363 with whole states; 168 and 243 in fp16. One
     sequence: 4.3 and 3.7.
@@ -174,8 +174,8 @@ def decode_config(num_programs, key_dim, value_dim, delta, device):
 def gated_delta_decode(u, ba, weights, states, positions, slot_mapping, req_indices):
     """See reference.gated_delta_decode. Reads nothing on the host: fit for CUDA graphs.
 
-    The states are read before the PDL wait (see launch.py): a launch without PDL must lie between this one and whatever
-    wrote or copied them.
+    The states are read before the PDL wait (see launch.py): a launch without PDL must lie between this one and the
+    launch that wrote or copied them.
     """
     num_key_heads, num_value_heads, key_dim, value_dim = weights.sizes
     W = weights.conv.shape[1]
@@ -198,7 +198,7 @@ def gated_delta_decode(u, ba, weights, states, positions, slot_mapping, req_indi
 
 
 def strides(u, ba, weights, states):
-    """Of a token of u and ba, and of a row of both states (0 without states); the rest is contiguous."""
+    """Strides of a token in u and ba, and of a row in both states (0 without states); the rest is contiguous."""
     assert takes_delta_heads(*weights.sizes[2:])
     assert u.stride(1) == ba.stride(1) == 1 and weights.conv.is_contiguous()
     if states is None:

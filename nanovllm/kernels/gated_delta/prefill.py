@@ -8,10 +8,10 @@ depend on tensor sizes alone and fit CUDA graphs; programs without tokens return
     scan        program (rows of S, value head, sequence): chunk after chunk, with its part of S in registers.
     norm        the gated norm, which needs all of a head's o.
 
-v, U, o and the result share a tensor: whoever overwrites a part is the only one that reads it. Only the scan writes
-states, each channel of a ring by one program, and only ``conv`` reads those of others.
+v, U, o and the result share a tensor: the program that overwrites a part is the only one that reads it. Only the scan
+writes states, each channel of a ring by one program, and only ``conv`` reads channels that other programs write.
 
-Operands of tl.dot are of the model's dtype, sums and S fp32. Offsets within a chunk are 32 bits wide, which saves
+Operands of tl.dot have the model's dtype, sums and S are fp32. Offsets within a chunk are 32 bits wide, which saves
 registers. Legend: reference.py.
 """
 
@@ -31,8 +31,8 @@ def conv_chunk(
 ):  # fmt: skip
     """silu of the convolution [C, N] of ``channels`` [N], of u's dtype.
 
-    u_ptr: the chunk's first token, of ``num_tokens``, with ``num_before`` of the same launch and sequence before it.
-    ring_ptr: with ``is_restored``, the inputs before ``position``, that of the first token.
+    u_ptr: the chunk's first token of ``num_tokens``; ``num_before`` tokens of its sequence precede it in this launch.
+    ring_ptr: with ``is_restored``, the inputs before ``position``, the first token's position.
     """
     offs_c = tl.arange(0, C)
     y = tl.zeros([C, channels.shape[0]], tl.float32)
@@ -102,9 +102,9 @@ def _conv_kernel(
 def unit_lower_inverse(A, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
     """(I + A)^-1 of a strictly lower triangular A, of 2**LEVELS rows.
 
-    Diagonal blocks of twice the size, level by level: the inverse of [[X, 0], [B, Y]] is [[X', 0], [-Y' B X', Y']]. All
-    intermediate results are inverses. Those of the series I - A + A^2 - ... are not, and cancel: where a token repeats,
-    powers of A reach 1e17.
+    Each level doubles the diagonal blocks: the inverse of [[X, 0], [B, Y]] is [[X', 0], [-Y' B X', Y']]. All
+    intermediate results are inverses. The terms of the series I - A + A^2 - ... are not, and cancel: where a token
+    repeats, powers of A reach 1e17.
     """
     row, col = tl.arange(0, 2**LEVELS)[:, None], tl.arange(0, 2**LEVELS)[None, :]
     T = tl.where(row == col, 1.0, 0.0) - tl.where(row >> 1 == col >> 1, A, 0.0)
@@ -172,7 +172,7 @@ def store_inputs(
 ):  # fmt: skip
     """Store ``channels`` of the last W - 1 inputs before token ``end`` of position ``position`` to the ring of ``row``.
 
-    Those before token ``start`` come from the ring of ``load_row``, maybe the same.
+    Inputs before token ``start`` come from the ring of ``load_row``, which may be the same row.
     """
     for i in tl.static_range(1, W):
         offs = (position + W - i) % W * CHANNELS + channels
@@ -191,7 +191,7 @@ def store_states(
     u_stride, ring_stride,
     KEY_CHANNELS: tl.constexpr, CHANNELS: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Leave this program's part of the states after token ``end`` - 1 in ``row``."""
+    """Store this program's part of the states after token ``end`` - 1 in ``row``."""
     tl.store(delta_ptrs, as_stored(state, delta_ptrs.dtype.element_ty))
     store_inputs(
         u_ptr, ring_ptr, row, load_row, v_channels, start, end, position, u_stride, ring_stride, CHANNELS, W
@@ -306,10 +306,10 @@ def _norm_kernel(
 
 
 def scan_config(num_heads, value_dim, dtype, device):
-    """Rows of S of a program of the scan, 8 for each warp, and stages, for ``num_heads`` heads of all sequences.
+    """Rows of S per program of the scan (8 for each warp), and stages, for ``num_heads`` heads over all sequences.
 
-    Few heads: small parts, so that the chains of chunks occupy more SMs. Many: large ones, which read q, k and W fewer
-    times. Two stages take 140 KB of shared memory for heads of 128 in 16 bits.
+    Few heads get small parts, so that the chains of chunks occupy more SMs. Many heads get large parts, which read q,
+    k and W fewer times. Two stages take 140 KB of shared memory for heads of 128 in 16 bits.
     """
     block_v = 64 if num_heads * value_dim >= 64 * num_sms(device) else 32
     is_large = dtype.itemsize > 2 or not has_large_shared_memory(device)

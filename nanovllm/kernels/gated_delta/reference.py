@@ -7,7 +7,7 @@ state S [V, K] in fp32, which a token with key k, value v, decay g <= 0 and rate
     S = S + beta (v - S k) k^T
     o = S q
 
-q, k and v come out of a causal convolution over the last W tokens, and o passes a gated RMSNorm.
+q, k and v come from a causal convolution over the last W tokens, and o passes through a gated RMSNorm.
 
 T packed tokens, S sequences, NC chunks, HK key heads of K, HV value heads of V; value head j has key head j * HK // HV.
 """
@@ -51,8 +51,8 @@ class Chunks(NamedTuple):
     """The sequences of a prefill in chunks; all i32. An empty sequence or chunk does nothing."""
 
     cu_seqlens: torch.Tensor  # [S + 1], cumulative tokens
-    rows: torch.Tensor  # [S], of the states that are left behind
-    load_rows: torch.Tensor  # [S], of those that the sequences begin with; -1: zeros
+    rows: torch.Tensor  # [S], rows that get the states after each sequence
+    load_rows: torch.Tensor  # [S], rows of the states that sequences begin with; -1: zeros
     first_chunks: torch.Tensor  # [S + 1], cumulative chunks
     bounds: torch.Tensor  # [NC + 1], cumulative tokens of the chunks
     seqs: torch.Tensor  # [NC], sequence of a chunk
@@ -60,7 +60,7 @@ class Chunks(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> "Chunks | None":
-        """From a prefill's named arrays (``CHUNK_ARRAYS``); None for a decode step."""
+        """Make it from a prefill's named arrays (``CHUNK_ARRAYS``); None for a decode step."""
         return cls(*(tensors[name] for name in CHUNK_ARRAYS)) if CHUNK_ARRAYS[0] in tensors else None
 
 
@@ -73,14 +73,14 @@ def takes_delta_heads(key_dim, value_dim):
 
 
 def gated_delta_prefill(u, ba, weights, states, positions, chunks):
-    """Packed sequences, each from the states of its ``load_rows`` on.
+    """Run packed sequences, each from the states in its row of ``load_rows``.
 
     Args:
         u: [T, 2 HK K + 2 HV V], q, k, v before the convolution, and the gates z.
         ba: [T, 2 HV], beta before the sigmoid, and the time step before the softplus.
-        states: written at ``rows`` and ``save_rows``; None: all sequences begin with zeros and leave nothing behind.
+        states: written at ``rows`` and ``save_rows``; None: all sequences begin with zeros and store nothing.
         positions: i32[T].
-        chunks: of the sequences.
+        chunks: the chunks of the sequences.
 
     Returns:
         [T, HV V].
@@ -113,9 +113,9 @@ def gated_delta_prefill(u, ba, weights, states, positions, chunks):
 
 
 def gated_delta_decode(u, ba, weights, states, positions, slot_mapping, req_indices):
-    """One token of each of B sequences, whose states are in the rows ``req_indices``; u, ba, positions as for prefill.
+    """Run one token of each of B sequences, with states in the rows ``req_indices``; u, ba, positions as for prefill.
 
-    slot_mapping: i32[B]; a token with -1 is padding: its result is 0, and it leaves no state.
+    slot_mapping: i32[B]; a token with -1 is padding: its result is 0, and it stores no state.
     """
     y = u.new_zeros(len(u), weights.sizes[1] * weights.sizes[3])
     channels, W = weights.conv.shape
@@ -148,7 +148,7 @@ def store_state(states, row, taps, positions, state):
 
 
 def as_stored(state, dtype):
-    """Saturated."""
+    """Convert with saturation."""
     limit = torch.finfo(dtype).max
     return state.clamp(-limit, limit).to(dtype)
 

@@ -3,9 +3,9 @@
 Owns `decode_gemm` and its tiles. Knows nothing of layers, nor how split-K partials are reduced (norm.py).
 
 Bound by reading the weight. Before griddepcontrol.wait (launch.py on PDL) a program requests the weight of all steps in
-flight; the stages take nearly all shared memory of an SM. With few tokens most has arrived when x is ready. Hence one
-wave of programs, at most one per SM. Where the output features are too few to occupy the device, SPLIT_K programs share
-the channels of a tile and write fp32 partials.
+flight; the stages take nearly all shared memory of an SM. With few tokens most of the weight has arrived when x is
+ready. Hence one wave of programs, at most one per SM. If the output features are too few to occupy the device, SPLIT_K
+programs share the channels of a tile and write fp32 partials.
 
 M tokens, N output features, C input channels; I outputs: N, or N / 2 with act_mul.
 """
@@ -24,11 +24,11 @@ from ..launch import is_sm90, launch, launch_options, num_sms
 from .gemv import activate
 from .norm import SplitKPartials
 
-PIPELINE_BYTES = 200 << 10  # of the 227 KB of shared memory that a program may have
+PIPELINE_BYTES = 200 << 10  # for the pipeline, of the 227 KB of shared memory per program
 # Above 64 tokens cuBLAS is faster where a program reads more (H200, docs/experiments.md, "Linear").
 MAX_PROGRAM_BYTES = 1.6e6
-MAX_PROGRAMS_PER_SM = 3  # that share an SM, with e4m3 weights of many output features
-MIN_STAGES = 4  # of each of them
+MAX_PROGRAMS_PER_SM = 3  # programs that share an SM, for e4m3 weights with many output features
+MIN_STAGES = 4  # pipeline stages of each program
 
 
 class DecodeGemmConfig(NamedTuple):
@@ -43,10 +43,10 @@ class DecodeGemmConfig(NamedTuple):
 
 
 def decode_gemm_config(x, weight, allow_split_k):
-    """The smallest tiles that fit the device in one wave, and read little; None where another kernel is faster (H200).
+    """The smallest tiles that fit the device in one wave and read little; None if another kernel is faster (H200).
 
-    In e4m3, where no tiles fit the device in one wave and x has at most 64 tokens, programs share the SMs; with more
-    tokens only where no other kernel multiplies such a weight.
+    If no tiles fit the device in one wave, programs share SMs: in e4m3 only, and for more than 64 tokens only if no
+    other kernel multiplies such a weight.
     """
     (num_tokens, num_channels), num_features, max_programs = x.data.shape, len(weight.data), num_sms(x.data.device)
     is_fp8 = weight.scale is not None
@@ -68,14 +68,14 @@ def decode_gemm_config(x, weight, allow_split_k):
         if not is_fp8 or (weight.has_whole_blocks() and num_features % 256 == 0):
             return None
     if is_fp8 and allow_split_k and split_k == 1 and num_tokens > 64 and num_channels >= 2 * num_features:
-        # Larger tiles of half the channels read less of x and weight; the next norm reads two partials.
+        # Larger tiles over half the channels read less of x and weight; the next norm reads two partials.
         for large_m in (64, 128):
             num_programs = 2 * triton.cdiv(num_tokens, large_m) * triton.cdiv(num_features, 128)
             if num_programs <= max_programs and num_channels % 256 == 0:
                 block_m, block_n, split_k = large_m, 128, 2
                 break
     split_c = num_channels // split_k
-    # 256 channels in e4m3: half as many steps; with more tokens registers run out.
+    # 256 channels in e4m3 halve the number of steps; with more tokens registers run out.
     is_wide = is_fp8 and weight.scale.shape[1] == 1 and split_c % 256 == 0 and block_m < 64
     channel_bytes = (block_m + block_n) * x.data.element_size()
     if is_fp8 and weight.scale.shape[1] > 1:
@@ -90,7 +90,7 @@ def decode_gemm_config(x, weight, allow_split_k):
 
 
 def supports(x, weight):
-    """Whether `decode_gemm` runs with these data of Tokens and of a Weight."""
+    """Whether `decode_gemm` takes these data tensors of Tokens and of a Weight."""
     is_aligned = x.stride(1) == 1 and x.stride(0) % 16 == x.data_ptr() % 16 == 0  # as far as Triton can prove
     is_narrow = x.element_size() <= 2 and x.dtype == weight.dtype
     return is_sm90(x.device) and is_aligned and is_narrow and weight.is_contiguous()
@@ -161,7 +161,7 @@ def decode_gemm_kernel(
     x_stride,
     residual_stride,
     NUM_CHANNELS: gl.constexpr,  # a multiple of SPLIT_K * BLOCK_C
-    NUM_GROUPS: gl.constexpr,  # of channels with a scale, in e4m3: 1, or one a stage; 0: x and weight have 16 bits
+    NUM_GROUPS: gl.constexpr,  # scales per feature, in e4m3: 1, or one a stage; 0: x and weight have 16 bits
     ACT_MUL: gl.constexpr,  # "silu", "gelu_tanh" or None
     SPLIT_K: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -194,7 +194,7 @@ def decode_gemm_kernel(
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [WARPS_M, WARPS_N], [16, MMA_N // WARPS_N, 32 // BYTES]
     )
-    LANES: gl.constexpr = min(16, BLOCK_C * BYTES // 16)  # of a warp along C, 16 bytes each
+    LANES: gl.constexpr = min(16, BLOCK_C * BYTES // 16)  # threads of a warp along C, 16 bytes each
     load_layout: gl.constexpr = gl.BlockedLayout([1, 16 // BYTES], [32 // LANES, LANES], [WARPS, 1], [1, 0])
     smem_layout: gl.constexpr = gl.NVMMASharedLayout(128, 8 * BYTES, 2)
     weight_smem = gl.allocate_shared_memory(dtype, [BUFFERS, BLOCK_N, BLOCK_C], smem_layout)
@@ -270,7 +270,7 @@ def decode_gemm_kernel(
                     scale_ptrs += 1
             commit_group()
             if IS_FP8:
-                # Hopper sums e4m3 products in some 14 bits: those of a stage, which are then added to a sum in fp32.
+                # Hopper sums e4m3 products in about 14 bits. Only a stage is summed so, then added to a sum in fp32.
                 product = hopper.warpgroup_mma_wait(0, [pending])
                 if NUM_GROUPS > 1:
                     acc += product * along(scale_smem.index(step % BUFFERS), acc_layout, FEATURES)

@@ -31,14 +31,14 @@ def dequantize_kernel(
 
 
 def has_e4m3(device):
-    """Whether Triton converts e4m3 there: NVIDIA from sm_89 on, and the interpreter."""
+    """Whether Triton converts e4m3 on the device: NVIDIA from sm_89 on, and the interpreter."""
     if device.type != "cuda":
         return True
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def dequantized(weight, dtype):
-    """The Weight in `dtype`, without scales; as it is if it has none."""
+    """Convert the Weight to `dtype`, without scales; a Weight without scales is returned unchanged."""
     if weight.scale is None:
         return weight
     if weight.is_int4:

@@ -11,16 +11,16 @@ layers or shards; reference.py says what is computed.
                  epilogue saves a kernel
     otherwise    cuBLAS between separate kernels  torch._scaled_mm between them     dequantized, as 16 bits
 
-Where no epilogue is fused, and the prefill GEMM's large tiles would leave half of the SMs idle (o and down of 8B with
-257 to 512 tokens), torch._scaled_mm takes its place, and the next norm adds the residual. Where down takes the prefill
-GEMM, gate and up leave its input in e4m3, with a scale for 128 channels of a token.
+If no epilogue is fused, and the prefill GEMM's large tiles would leave half of the SMs idle (o and down of 8B with 257
+to 512 tokens), torch._scaled_mm takes its place, and the next norm adds the residual. If down takes the prefill GEMM,
+gate and up write its input in e4m3, with a scale for each 128 channels of a token.
 
-With e4m3 weights a single token is multiplied in its own 16 bits (W8A16). From two on, on Hopper, each token is
-quantized to e4m3 as well (W8A8), which the FP8 tensor cores multiply at twice the rate of 16 bits: the fastest there
+With e4m3 weights a single token is multiplied in its own 16 bits (W8A16). Two or more tokens, on Hopper, are quantized
+to e4m3 as well (W8A8): the FP8 tensor cores multiply them at twice the rate of 16 bits, the fastest way there
 (docs/experiments.md). The references do not quantize tokens. Elsewhere the weight is dequantized at each call, which is
-right, and slow. So it is for more than 256 tokens with scales of 128 channels that are not those of whole blocks of
-128 x 128, as when a rank's shard cuts blocks. Weights of 4-bit integers have kernels of their own for up to 64 tokens
-(int4.py); for more, they are dequantized. What was dequantized goes to a library or to the prefill GEMM: GEMV and
+correct but slow. So is a weight whose scales of 128 channels do not cover whole blocks of 128 x 128, for more than 256
+tokens, as when a rank's shard cuts blocks. Weights of 4-bit integers have kernels of their own for up to 64 tokens
+(int4.py); for more, they are dequantized. A dequantized weight goes to a library or to the prefill GEMM: GEMV and
 decode GEMM request a weight before the kernel that writes it has ended.
 """
 
@@ -90,7 +90,7 @@ def qkv_linear(x, weight, bias, norm_weight, eps, epilogue):
 
 
 def in_16_bits(x, weight, norm_weight, eps):
-    """The input, the weight of 4-bit integers in 16 bits, and the weight of a norm that is yet to be computed."""
+    """The input, the 4-bit weight dequantized to 16 bits, and the norm's weight if the norm is not computed yet."""
     if weight.order is not None:
         x = x if norm_weight is None else rms_norm(x, norm_weight, eps)
         x, norm_weight = x.index_select(1, weight.order), None
@@ -120,7 +120,7 @@ def prepare(x, weight, norm_weight, eps, epilogue=None):
 
 
 def multiply(x, weight, bias, residual=None, act_mul=None, allow_split_k=False, reader=None):
-    """fused_linear of two Tokens or more, or of none."""
+    """fused_linear for zero, or two or more Tokens."""
     adds_residual_only = residual is not None and bias is None and act_mul is None
     config = decode_config(x, weight, allow_split_k and adds_residual_only)
     if config is not None:
@@ -143,14 +143,14 @@ def multiply(x, weight, bias, residual=None, act_mul=None, allow_split_k=False, 
 
 
 def product(x, weight, bias):
-    """x W^T + bias [T, N] by a library, or where it has none for the scales by the prefill GEMM."""
+    """x W^T + bias [T, N] by a library, or by the prefill GEMM if no library supports the scales."""
     if weight.scale is None:
         return F.linear(x.data, weight.data, bias)
     if weight.scale.shape[1] > 1 or x.scale.dim() > 1:
         return prefill_gemm_sm90.prefill_gemm(x, weight, bias=bias)
     # torch before 2.10 writes nothing but bf16 here
     bias = None if bias is None else bias.to(torch.bfloat16)
-    data, scale = x.whole_tiles()  # else cuBLAS chooses slower tiles, by a third
+    data, scale = x.whole_tiles()  # else cuBLAS chooses tiles that are a third slower
     y = torch._scaled_mm(
         data, weight.data.t(), scale_a=scale[:, None], scale_b=weight.scale.t(), bias=bias, out_dtype=torch.bfloat16
     )
@@ -204,7 +204,7 @@ def suits_library(x, weight):
 
 
 def takes_groups(x, weight):
-    """Whether the prefill GEMM multiplies this weight by as many tokens, which may then have scales of 128 channels."""
+    """Whether the prefill GEMM multiplies this weight by x; x may then have scales of 128 channels."""
     if weight is None or weight.data.dtype != E4M3 or len(x.data) <= MAX_TOKENS_DECODE:
         return False
     num_features, num_channels = weight.data.shape

@@ -5,15 +5,15 @@ Owns `gemv` and its tile sizes; computes reference.fused_linear.
 Bound by reading the weight. A program loads its first BLOCK_C channels before griddepcontrol.wait (launch.py on PDL),
 so only x from L2, the arithmetic and the store lie between the end of one kernel and the end of the next. The fewer
 registers a thread needs, the more programs of the next kernel are resident early, with their loads in flight.
-Neighbouring threads load neighbouring vectors. From Triton 3.7 on it would give them neighbouring features, and convert
-layouts at each step; it goes by what is contiguous, so pointers to vectors are said to be so, two at a time. The width
-of a load depends on the last dimension only.
+Neighbouring threads load neighbouring vectors. Triton 3.7 and later would give them neighbouring features, and convert
+layouts at each step; it chooses by contiguity, so pointers to vectors are declared contiguous, two at a time. The
+width of a load depends on the last dimension only.
 
-Scales of an e4m3 weight, of all channels or of groups of them, multiply the sums. In e4m3 a byte of weight costs twice
-the arithmetic, and widened to fp32 that takes as long as reading it. So on NVIDIA GPUs from sm_89 on, with a token in
-16 bits, products are in fp16, two at a time (IN_FP16): sums of four, and of those in fp32. Each vector of 16 channels
-of the token has a power of two of its own, which brings its largest number to 8 to 16: no sum exceeds fp16, whatever
-the token's size. Four e4m3, or two numbers of 16 bits, are loaded as an int32.
+Scales of an e4m3 weight, per feature or per group of channels, multiply the sums. An e4m3 weight needs twice the
+arithmetic per byte; widened to fp32, that takes as long as reading it. So on NVIDIA GPUs from sm_89 on, with a token
+in 16 bits, products are in fp16, two at a time (IN_FP16): four are summed in fp16, those sums in fp32. Each vector of
+16 channels of the token is scaled by its own power of two, so that its largest number is 8 to 16: no sum exceeds fp16,
+however large the token. Four e4m3, or two numbers of 16 bits, are loaded as an int32.
 
 N output features of the weight, C input channels; I outputs: N, or N / 2 with act_mul; V vectors of a step.
 """
@@ -65,7 +65,7 @@ def gemv_config(num_features, num_channels, itemsize, in_fp16):
 
 @triton.jit
 def output_features(tile, num_outputs, ACT_MUL: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Output features i64[BLOCK_N] of a tile, and whether they exist. ACT_MUL: half gate, then as many of up."""
+    """Output features i64[BLOCK_N] of a tile, and whether they exist. ACT_MUL: half are gate, then those of up."""
     local = tl.arange(0, BLOCK_N)
     if ACT_MUL is not None:
         output = tile * (BLOCK_N // 2) + local % (BLOCK_N // 2)
@@ -157,7 +157,7 @@ def load_pairs(ptr, offs, mask):
 
 @triton.jit
 def load_norm_weight(ptr, offs, inside, IN_FP16: tl.constexpr):
-    """As gemv_kernel has x: fp32 numbers, or pairs; 1 without a norm."""
+    """Load it in the form in which gemv_kernel has x: fp32 numbers, or pairs; 1 without a norm."""
     if ptr is None:
         return 1.0
     elif IN_FP16:
@@ -187,11 +187,11 @@ def dot_fp8(x_0, x_1, x_2, x_3, weight):
     """Dot products of vectors of 16 channels of x, fp32 [V, 4] each, with e4m3, int32 [V, N, 4] of fours.
 
     Channels 0, 2, 4, 6 of a vector are in x_0, 1, 3, 5, 7 in x_1, 8, 10, ... in x_2, 9, 11, ... in x_3. Returns fp32
-    [V, N], and [V, 1], by which it is yet to be multiplied.
+    [V, N], and the factor [V, 1] that is still to be multiplied in.
     """
     largest = tl.maximum(tl.maximum(tl.abs(x_0), tl.abs(x_1)), tl.maximum(tl.abs(x_2), tl.abs(x_3)))
-    # The power of two at or below the largest, as the bits of an fp32, and its inverse times 8; at least 2^-123, so
-    # that the inverse of 0 is finite.
+    # The power of two at or below the largest, as the bits of an fp32, and its inverse times 8. It is at least 2^-123:
+    # the inverse of 0 would not be finite.
     exponent = tl.maximum(tl.max(largest, axis=1).to(tl.int32, bitcast=True) & 0x7F800000, 4 << 23)  # [V]
     shrink = ((254 << 23) - exponent).to(tl.float32, bitcast=True)[:, None] * 8.0
     a_0, a_1, a_2, a_3 = split_four(pack(x_0 * shrink, x_1 * shrink)[:, None, :])
@@ -206,17 +206,17 @@ def dot_fp8(x_0, x_1, x_2, x_3, weight):
 
 @triton.jit
 def gemv_kernel(
-    x_ptr,  # [1, C], written by the kernel before; of pairs where the weight is int32
+    x_ptr,  # [1, C], written by the kernel before; pairs if the weight is int32
     weight_ptr,  # [N, C] contiguous; fours of e4m3 are int32 [N, C / 4]
     bias_ptr,  # [N] or None
     weight_scale_ptr,  # fp32 [N, NUM_GROUPS] or None
-    norm_weight_ptr,  # [C] or None; of pairs like x
+    norm_weight_ptr,  # [C] or None; pairs like x
     residual_ptr,  # [1, I] or None
     y_ptr,  # [1, I], written here
     num_outputs,
     eps,
     NUM_CHANNELS: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,  # of channels with a scale; 0: no scales
+    NUM_GROUPS: tl.constexpr,  # scales per feature; 0: none
     ACT_MUL: tl.constexpr,  # "silu", "gelu_tanh" or None
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -243,7 +243,7 @@ def gemv_kernel(
     x_offs = vector * (VECTOR // X_PACK) + lane
     offs = vector * (VECTOR // PACK) + lane
     weight_ptrs = weight_ptr + offs[:, None, :] + features[None, :, None] * (NUM_CHANNELS // PACK)
-    weight_ptrs = tl.max_contiguous(weight_ptrs, [2, 1, VECTOR // PACK])  # see above
+    weight_ptrs = tl.max_contiguous(weight_ptrs, [2, 1, VECTOR // PACK])  # see the module's docstring
     weight = tl.load(weight_ptrs, mask=(channel < NUM_CHANNELS)[:, None, :] & exists[None, :, None], other=0.0)
     scale = load_group_scale(weight_scale_ptr, features, exists, 0, NUM_CHANNELS, NUM_GROUPS, BLOCK_C, VECTOR)
     norm = load_norm_weight(norm_weight_ptr, x_offs, channel < NUM_CHANNELS, IN_FP16)
@@ -298,7 +298,7 @@ def gemv_kernel(
 
 
 def multiplies_in_fp16(x, weight, norm_weight):
-    """Whether gemv_kernel, or moe/gemv.py, takes fours of this weight."""
+    """Whether gemv_kernel, or moe/gemv.py, reads this weight four numbers at a time."""
     is_aligned = x.data_ptr() % 16 == weight.data.data_ptr() % 16 == weight.data.shape[-1] % FP8_VECTOR == 0
     is_16_bit = x.element_size() == 2 and (norm_weight is None or norm_weight.dtype == x.dtype)
     return weight.scale is not None and has_inline_asm(x.device) and is_aligned and is_16_bit

@@ -3,11 +3,11 @@
 Owns `fused_linear` of these: the choice of kernel by the number of tokens, fewer than MIN_TOKENS_DENSE or not.
 
     1          GEMV over packed words, with norm, bias, activation and residual fused in
-    2 to 64    tiles that are unpacked in registers; programs share the channels, and a sum over them follows
+    2 to 64    tiles unpacked in registers; programs share the channels, and a second kernel adds their sums
     more       dequantized, then as 16 bits
 
-Codes become numbers in registers (unpack_int4.py), a tile's where the tensor cores take them: words and rows are loaded
-in the order for it. Scales multiply sums of a group, in fp32. Weights with groups of fewer than 32 channels are
+Codes become numbers in registers (unpack_int4.py). Words and rows of a tile are loaded in the order in which the tensor
+cores take them. Scales multiply a group's sums, in fp32. Weights with groups of fewer than 32 channels are
 dequantized.
 
 T tokens, N output features, C input channels, G groups; I outputs: N, or N / 2 with act_mul; V vectors of a step.
@@ -77,7 +77,7 @@ def int4_gemv_kernel(
 ):
     """One program: BLOCK_N output features at a time, all channels, BLOCK_V vectors a step.
 
-    The words of the next step, or of the next features, are in flight during this one. Where all channels are one step,
+    The words of the next step, or of the next features, are in flight during this one. If one step covers all channels,
     x stays in registers.
     """
     pdl_launch_dependents(USE_PDL)
@@ -122,7 +122,7 @@ def int4_gemv_kernel(
 def load_halves(
     scale_ptrs, zero_ptr, zero_offs, channel, GROUP: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr
 ):  # fmt: skip
-    """Load scales and zeros of the tile at a channel, and with PAIRS of the next."""
+    """Load scales and zeros of the tile at a channel, and with PAIRS of the next tile too."""
     group = channel // GROUP
     scale, zero = tl.load(scale_ptrs + group), load_zero(zero_ptr, zero_offs + group, zero_offs >= 0)
     if PAIRS and GROUP < 2 * TILE:
@@ -164,14 +164,14 @@ def int4_gemm_kernel(
 ):
     """One program: BLOCK_N features of BLOCK_M tokens, every SPLIT_K-th step of channels.
 
-    The weight has the rows of the product: wgmma takes 64, and from registers.
+    The weight is operand A: wgmma takes its 64 rows from registers.
     """
     pdl_launch_dependents(USE_PDL)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     TILES: tl.constexpr = 2 if PAIRS else 1
     k, word = tl.arange(0, TILE), tl.arange(0, TILES * TILE // 8)
-    # what is beyond the last feature is computed twice, and not stored
+    # rows beyond the last feature repeat earlier ones and are not stored
     row = (tl.program_id(0) * BLOCK_N + place_in_tile(tl.arange(0, BLOCK_N), WARPS)) % N
     words_ptrs = words_ptr + row.to(tl.int64)[:, None] * (K // 8) + word[None, :]
     x_ptrs = x_ptr + (m % num_tokens).to(tl.int64)[:, None] * K + k[None, :]
@@ -200,7 +200,7 @@ def int4_gemm_kernel(
 
 @triton.jit
 def load_sums(parts_ptr, bias_ptr, column, mask, stride, SPLIT_K: tl.constexpr):
-    """Sum up fp32 of a column of parts [SPLIT_K, *], `stride` apart, and the bias."""
+    """Sum a column of the fp32 parts [SPLIT_K, *], which lie `stride` apart, and the bias."""
     total = tl.zeros(column.shape, tl.float32)
     for i in tl.static_range(SPLIT_K):
         total += tl.load(parts_ptr + i * stride + column, mask=mask, other=0.0)
@@ -275,7 +275,7 @@ def arguments(weight):
 
 
 def dequantized(weight, dtype):
-    """The Weight in 16 bits, of experts, too."""
+    """The Weight in 16 bits; also that of all experts."""
     num_words, num_groups = weight.data.shape[-1], weight.scale.shape[-1]
     shape = (*weight.data.shape[:-1], num_words * CODES)
     y = torch.empty(shape, dtype=dtype, device=weight.data.device)
@@ -306,7 +306,7 @@ class Int4GemmConfig(NamedTuple):
     num_warps: int
     num_stages: int
     split_k: int  # programs that share the channels
-    pairs: bool  # of tiles a step
+    pairs: bool  # two tiles a step
 
 
 # Swept on an H100 over the layers of Qwen3-8B and 32B (docs/experiments.md, "Four bits").
@@ -329,7 +329,7 @@ def gemv_config(num_features, num_channels, sms):
 def gemm_config(num_tokens, num_features, num_steps, sms):
     block_m, block_n = min(64, max(16, triton.next_power_of_2(num_tokens))), 64
     num_tiles = triton.cdiv(num_features, block_n)
-    # Partial sums take the more time the more tokens there are.
+    # With more tokens, partial sums take more time.
     split_k = max(1, min(8, num_steps // 4, 128 // block_m * sms // num_tiles))
     split_k = 1 << split_k.bit_length() - 1
     pairs = block_m <= 32 and num_steps % 2 == 0 and num_steps >= 8 * split_k
@@ -383,12 +383,12 @@ def sum_parts(parts, bias, residual, act_mul, dtype):
 
 
 def multiplies(num_tokens, weight):
-    """Whether a kernel multiplies the words by as many tokens, so that the weight need not be dequantized."""
+    """Whether a kernel multiplies the packed words by this number of tokens, without dequantizing the weight."""
     return 1 <= num_tokens < MIN_TOKENS_DENSE and weight.tile >= MIN_TILE
 
 
 def fused_linear(x, weight, bias=None, norm_weight=None, eps=0.0, residual=None, act_mul=None, allow_split_k=False):
-    """See reference.fused_linear, of tokens that `multiplies` takes."""
+    """See reference.fused_linear; for numbers of tokens that `multiplies` accepts."""
     if isinstance(residual, SplitKPartials):
         residual = residual.residual
     if isinstance(x, SplitKPartials) or (norm_weight is not None and (len(x) > 1 or weight.order is not None)):

@@ -1,7 +1,7 @@
-"""Triton: RMSNorm before a linear layer, of its result, and over all heads of q or k; quantization of tokens to e4m3.
+"""Triton: RMSNorm before and after a linear layer, and over all heads of q or k; quantization of tokens to e4m3.
 
-Owns `rms_norm`, `quantize_tokens`, `SplitKPartials`, whose sum a norm adds to the residual before, `add_post_norm` and
-`qk_rms_norm`. Knows nothing of layers.
+Owns `rms_norm`, `quantize_tokens`, `add_post_norm`, `qk_rms_norm` and `SplitKPartials`, which a norm first adds to the
+residual. Knows nothing of layers.
 
 T tokens, C channels, S partial sums of a GEMM or of a token's experts; H query heads, K KV heads, D head size.
 """
@@ -21,14 +21,14 @@ LARGEST = tl.constexpr(E4M3_MAX)
 
 @triton.jit
 def to_e4m3(x):
-    """Saturated. NaN stays NaN."""
+    """Convert with saturation. NaN stays NaN."""
     x = tl.maximum(x, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(x, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
 @triton.jit
 def quantize(x, AXIS: tl.constexpr):
-    """x along AXIS as e4m3, and the scales: the largest magnitude becomes 448."""
+    """Quantize x along AXIS to e4m3; also returns the scales: the largest magnitude becomes 448."""
     amax = tl.maximum(tl.max(tl.abs(x), axis=AXIS, keep_dims=True), 1e-12)
     return to_e4m3(x * (LARGEST / amax)), amax / LARGEST
 
@@ -42,7 +42,7 @@ def normalized(x, weight, mean_square, eps):
 
 @triton.jit
 def mean_square(x, size, KEEP_DIMS: tl.constexpr = False):
-    """Over the last dimension."""
+    """The mean square over the last dimension."""
     wide = x.to(tl.float32)
     return tl.sum(wide * wide, axis=len(x.shape) - 1, keep_dims=KEEP_DIMS) / size
 
@@ -138,7 +138,7 @@ class SplitKPartials:
 def rms_norm(x, weight, eps, quantized=False):
     """See reference.rms_norm; x [T, C]. SplitKPartials are first reduced into their `residual`.
 
-    `quantized`: the result as e4m3 Tokens; without a weight those of x itself.
+    `quantized`: return e4m3 Tokens of the result; without a weight, of x itself.
     """
     partials, x = (x.partials, x.residual) if isinstance(x, SplitKPartials) else (None, x)
     num_tokens, num_channels = x.shape

@@ -1,6 +1,6 @@
 """Triton: per-head RMSNorm, rotary embedding and KV-cache store of packed q, k and v in one launch.
 
-Owns `norm_rope_store`, for QKV projections without such an epilogue. Knows slots, not blocks or sequences.
+Owns `norm_rope_store`, for QKV projections without this epilogue. Knows slots, not blocks or sequences.
 
 T tokens, H query heads, K KV heads, D head size.
 """

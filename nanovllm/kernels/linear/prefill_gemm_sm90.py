@@ -12,18 +12,18 @@ Each stage has a full and an empty mbarrier, as in prefill_sm90.py of attention:
 MMAs.
 
 In a 64 x 256 accumulator the thread that holds column c also holds c + 32, c + 64 and c + 128. With act_and_mul one
-half of a tile's columns is gate and the other up; otherwise the halves are two units of the QKV epilogue, a head of 128
-or two of 64 each, whose own halves [tokens, D / 2] the rotation pairs. So only a head's sum of squares crosses threads,
-and the largest magnitude of a quantized row.
-The QKV epilogue rounds as reference.norm_rope_store does, but for the product itself, which stays in fp32.
+half of a tile's columns is gate and the other up; otherwise the halves are two units of the QKV epilogue, each a head
+of 128 or two of 64, and the rotation pairs the halves [tokens, D / 2] of a head. So only a head's sum of squares and
+the largest magnitude of a quantized row cross threads.
+The QKV epilogue rounds as reference.norm_rope_store does, except for the product itself, which stays in fp32.
 
 x and weight may be e4m3, with a scale per token, or per token and 128 channels, and per output feature or block of
-128 x 128 of the weight. What act_and_mul gives can be such an x: a program has 128 of its channels. Hopper sums e4m3
-products in some 14 bits, so those of a stage, 128 channels, are summed by themselves and added to a sum in fp32: one
-half of the columns after the other, for registers; meanwhile the other consumer's MMA runs.
+128 x 128 of the weight. act_and_mul can write such an x: a program has 128 of its channels. Hopper sums e4m3 products
+in about 14 bits, so each stage of 128 channels is summed by itself and added to a sum in fp32: one half of the columns
+after the other, to save registers; meanwhile the other consumer's MMA runs.
 
-Where the last tiles of gate and up in e4m3, with a scale per token and feature, would occupy at most half of the SMs,
-each is cut into two half tiles of 64 outputs, and the last wave takes half the time. Not if the outputs are quantized.
+If the last tiles of gate and up in e4m3, with a scale per token and feature, would occupy at most half of the SMs, each
+is cut into two half tiles of 64 outputs, and the last wave takes half the time. Not if the outputs are quantized.
 
 M tokens, N output features, C input channels, I = N / 2; H query heads, K KV heads, D head size.
 """
@@ -48,7 +48,7 @@ CONSUMER_WARPS = gl.constexpr(4)
 CONSUMER_M = gl.constexpr(64)  # tokens of a consumer
 BLOCK_M = gl.constexpr(NUM_CONSUMERS.value * CONSUMER_M.value)
 BLOCK_N = gl.constexpr(256)
-LINE_BYTES = gl.constexpr(128)  # of the channels of a stage: a line of the swizzled layout
+LINE_BYTES = gl.constexpr(128)  # a row of a stage's channels: one line of the swizzled layout
 STORE_N = gl.constexpr(64)  # columns of a TMA store
 UNIT = gl.constexpr(128)  # features of q, k or v that the QKV epilogue finishes at a time: a head of 128, or two of 64
 SWIZZLE = gl.constexpr(16)  # tiles along M before the next along N; 8 and 32 are as fast (docs/experiments.md)
@@ -67,7 +67,7 @@ def tile_coords(tile, num_tiles_m, num_tiles_n):
 
 @gluon.jit
 def half_tile_coords(half, shape):
-    """(tile_m, first output) of a half tile; they are numbered behind the whole ones."""
+    """(tile_m, first output) of a half tile; half tiles are numbered after the whole ones."""
     num_tokens, num_tiles_n, _, num_whole = shape
     num_tiles_m = (num_tokens + BLOCK_M - 1) // BLOCK_M
     tile_m, tile_n = tile_coords(num_whole + half // 2, num_tiles_m, num_tiles_n)
@@ -84,7 +84,7 @@ def num_half_tiles(shape):
 def load_tile(
     n, pipeline, x_desc, weight_desc, tile_m, feature, half_stride, num_steps, STAGES: gl.constexpr, WIDTH: gl.constexpr
 ):  # fmt: skip
-    """x, and twice WIDTH features of the weight. n: steps before this tile; returns those with it."""
+    """Load x, and twice WIDTH features of the weight. n: steps before this tile; returns the number after it."""
     x_smem, weight_smem, full, empty = pipeline
     BLOCK_C: gl.constexpr = x_smem.shape[2]
     for step in range(num_steps):
@@ -155,7 +155,7 @@ def split_halves(x):
 @gluon.jit
 def scaled(total, scales, first_token, feature, num_tokens, bias_ptr, num_features,
            NUM_GROUPS: gl.constexpr, X_GROUPS: gl.constexpr):  # fmt: skip
-    """Half a tile of sums of e4m3 products, times the scales of tokens and of these features, plus the bias."""
+    """Scale half a tile of sums of e4m3 products by the scales of its tokens and features, and add the bias."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [CONSUMER_WARPS, 1], [16, BLOCK_N // 2, 16])
     x_scale_ptr, weight_scale_ptr = scales
     total = gl.convert_layout(total, layout, assert_trivial=True)
@@ -171,7 +171,7 @@ def scaled(total, scales, first_token, feature, num_tokens, bias_ptr, num_featur
 
 @gluon.jit
 def plain_epilogue(half, residual, where, first_column, CONSUMER: gl.constexpr):
-    """The store of half a tile, [plus the residual]."""
+    """Store half a tile, [plus the residual]."""
     y_desc, staging, first_token, num_tokens = where
     left, right = split_halves(half)
     if residual[0] is not None:
@@ -239,7 +239,7 @@ def norm_rope_whole_head(x, norm_weight, cos, sin, eps, HEAD_SIZE: gl.constexpr,
 
 @gluon.jit
 def norm_rope(left, right, norm_weight, cos, sin, eps, HEAD_SIZE: gl.constexpr, dtype: gl.constexpr):
-    """QK-norm and rotation of the halves of a unit: of one head, or a head each."""
+    """QK-norm and rotation of the halves of a unit: the halves of one head, or one head each."""
     if left.shape[1] == HEAD_SIZE:
         left = norm_rope_whole_head(left, norm_weight, cos, sin, eps, HEAD_SIZE, dtype)
         right = norm_rope_whole_head(right, norm_weight, cos, sin, eps, HEAD_SIZE, dtype)
@@ -259,7 +259,7 @@ def qkv_epilogue(
     units, cos, sin, epilogue, q_desc, staging, first_token, tile_n, num_tokens,
     CONSUMER: gl.constexpr, HEAD_SIZE: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
 ):  # fmt: skip
-    """norm_rope_store of the two units of a tile, of q, k or v each."""
+    """norm_rope_store of the two units of a tile, each a unit of q, k or v."""
     _, q_weight_ptr, k_weight_ptr, eps, _, _, slot_mapping_ptr, k_cache_ptr, v_cache_ptr, kv_scale_ptr = epilogue
     Q_UNITS: gl.constexpr = NUM_HEADS * HEAD_SIZE // UNIT
     KV_UNITS: gl.constexpr = NUM_KV_HEADS * HEAD_SIZE // UNIT
@@ -306,7 +306,7 @@ def qkv_epilogue(
 
 @gluon.jit
 def quantize_tokens(x, scale_ptr, first_token, num_tokens):
-    """x [tokens, channels] divided by the scales of its tokens, which are stored; the largest magnitude becomes 448."""
+    """Divide x [tokens, channels] by its tokens' scales, and store these; the largest magnitude becomes 448."""
     token = first_token + gl.arange(0, CONSUMER_M, layout=gl.SliceLayout(1, x.type.layout))
     amax = gl.maximum(gl.max(gl.abs(x), 1), 1e-12)
     gl.store(scale_ptr + token, amax * (1.0 / LARGEST), mask=token < num_tokens)
@@ -315,14 +315,14 @@ def quantize_tokens(x, scale_ptr, first_token, num_tokens):
 
 @gluon.jit
 def product_alone(x, weight, registers):
-    """x weight^T of a stage, in the registers of the product before."""
+    """x weight^T of a stage, in the registers of the previous product."""
     pending = hopper.warpgroup_mma(x, weight.permute((1, 0)), registers, use_acc=False, is_async=True)
     return hopper.warpgroup_mma_wait(0, [pending])
 
 
 @gluon.jit
 def in_scale(product, x_scale, weight_scale):
-    """The product of a stage times the scales of its channels, if these have any."""
+    """The product of a stage times the scales of its channels, if they have scales."""
     if weight_scale is not None:
         product *= weight_scale
     if x_scale is not None:
@@ -332,7 +332,7 @@ def in_scale(product, x_scale, weight_scale):
 
 @gluon.jit
 def features_of(first, half_stride, WIDTH: gl.constexpr):
-    """The features of 128 columns: consecutive ones, or WIDTH of gate, and as many of up half_stride behind."""
+    """The features of 128 columns: consecutive ones, or WIDTH of gate, then WIDTH of up, half_stride further on."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [CONSUMER_WARPS, 1], [16, BLOCK_N // 2, 16])
     column = gl.arange(0, BLOCK_N // 2, layout=gl.SliceLayout(0, layout))
     if WIDTH < BLOCK_N // 2:
@@ -350,7 +350,7 @@ def consume_half_tiles(
     n, pipeline, staging, y_desc, shape, scales, half_stride,
     CONSUMER: gl.constexpr, ACT_MUL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Gate and up of a half tile are the left half of a stage. n: steps over the tiles before."""
+    """Consume half tiles: gate and up are the left half of a stage. n: steps over the tiles before."""
     x_smem, weight_smem, full, empty = pipeline
     num_tokens, num_tiles_n, num_steps, _ = shape
     HALF: gl.constexpr = BLOCK_N // 2
@@ -501,7 +501,7 @@ def prefill_gemm_kernel(
     num_tokens,
     num_tiles_n,
     num_steps,
-    num_whole,  # tiles; those behind are two half tiles each
+    num_whole,  # number of whole tiles; each tile after them is two half tiles
     tile_stride,  # output features from one tile to the next
     half_stride,  # and from the first half of a tile to the second
     x_scale_ptr,  # fp32 [M], with X_GROUPS [C / 128, M]; only with e4m3
@@ -517,8 +517,8 @@ def prefill_gemm_kernel(
     slot_mapping_ptr,  # i32[M]
     k_cache_ptr, v_cache_ptr,  # [slots, K, D], written here
     kv_scale_ptr,  # fp32 [2, K], None unless the cache is FP8
-    NUM_GROUPS: gl.constexpr,  # of channels with a scale: 1 per feature, or one a stage, per 128 features
-    X_GROUPS: gl.constexpr,  # whether x has a scale a stage, per token
+    NUM_GROUPS: gl.constexpr,  # scales along the channels: 1 per feature, or one a stage, per 128 features
+    X_GROUPS: gl.constexpr,  # whether x has a scale per token and stage
     ACT_MUL: gl.constexpr,  # "silu" or "gelu_tanh", without HEAD_SIZE
     HEAD_SIZE: gl.constexpr,  # 0: act_and_mul, or with e4m3 neither
     NUM_HEADS: gl.constexpr,
@@ -617,13 +617,13 @@ def fills_one_wave(x, weight):
 
 
 def fills_at_most_half(num_tokens, weight):
-    """Whether at most half of the SMs have a tile."""
+    """Whether the tiles occupy at most half of the SMs."""
     num_tiles = triton.cdiv(num_tokens, BLOCK_M.value) * triton.cdiv(len(weight.data), BLOCK_N.value)
     return 2 * num_tiles <= num_sms(weight.data.device)
 
 
 def num_whole_tiles(num_tiles, num_programs):
-    """Tiles that are not cut in two: all, unless halves of the last ones take one wave, of half the time."""
+    """Number of tiles that stay whole: all, unless halves of the last ones fit one wave, which takes half the time."""
     num_last = num_tiles % num_programs
     return num_tiles - num_last if 2 * num_last <= num_programs else num_tiles
 
@@ -633,8 +633,8 @@ def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None, residual=Non
 
     With a QKVEpilogue: reference.norm_rope_store of the product [+ bias], unrounded; q [M, H, D].
 
-    In e4m3, without act_mul and epilogue: the product [+ bias] [+ residual], which it overwrites; x may have scales
-    fp32 [C / 128, M]. ``quantized``, with act_mul: Tokens with such scales, in e4m3.
+    In e4m3, without act_mul and epilogue: the product [+ bias] [+ residual], and the residual is overwritten; x may
+    have scales fp32 [C / 128, M]. ``quantized``, with act_mul: returns e4m3 Tokens with such scales.
     """
     (x, dtype, x_scale), (weight, weight_scale, *_) = x, weight
     (num_tokens, num_channels), num_features = x.shape, len(weight)

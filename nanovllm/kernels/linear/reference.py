@@ -20,17 +20,17 @@ class Weight(NamedTuple):
 
     # [N, C], as in nn.Linear; with a scale e4m3, or uint8 [N, C / 2]: MXFP4 (../mxfp4.py), int32 [N, C / 8]: ../int4.py
     data: torch.Tensor
-    # fp32 [N, G], of C / G channels each: G = 1, per output feature; C / 128; more where a shard or the end cuts blocks
-    # of MXFP4 uint8 [C / 32, N]; of 4-bit integers [N, G] in the dtype of x
+    # fp32 [N, G], each scale for C / G channels: G = 1, C / 128, or more where a shard or the tensor's end cuts blocks;
+    # MXFP4 has uint8 [C / 32, N], 4-bit integers [N, G] in the dtype of x
     scale: torch.Tensor | None = None
-    block_n: int = 1  # each so many output features have the same scales
-    packed: Any = None  # of data without a scale, see `pack`; of 4-bit integers see ../int4.py
-    zero: torch.Tensor | None = None  # int8 [N, G] of 4-bit integers; None: they are symmetric
-    order: torch.Tensor | None = None  # i32 [C] of 4-bit integers: the channel of x for each of W; None: its own
-    is_temporary: bool = False  # written by a kernel just before: none with PDL may request it before its wait
+    block_n: int = 1  # number of consecutive output features that share their scales
+    packed: Any = None  # a CPU copy: see `pack`, and ../int4.py for 4-bit integers
+    zero: torch.Tensor | None = None  # int8 [N, G] for 4-bit integers; None: symmetric
+    order: torch.Tensor | None = None  # i32 [C] for 4-bit integers: x's channel for each channel of W; None: the same
+    is_temporary: bool = False  # written by a kernel just before: a PDL kernel must not read it before its wait
 
     def expert(self, i):
-        """The Weight of expert i, of data [E, N, C], scale and zero [E, N, G] of all experts."""
+        """The Weight of expert i, sliced from data [E, N, C], scale and zero [E, N, G] of all experts."""
         scale, zero = (None if x is None else x[i] for x in (self.scale, self.zero))
         return self._replace(data=self.data[i], scale=scale, zero=zero)
 
@@ -48,20 +48,20 @@ class Weight(NamedTuple):
 
     @property
     def channels(self):
-        """The channel of W, i64 [C], for each of 4-bit integers of data."""
+        """Channel of W, i64 [C], at each place of the packed 4-bit data."""
         return int4.channels_of(self.num_channels, self.tile, self.data.device)
 
     @property
     def tile(self):
-        """The channels of 4-bit integers that have an order of their own."""
+        """Number of channels in a tile, within which 4-bit integers have an order of their own."""
         return int4.tile_of(self.num_channels // self.scale.shape[-1])
 
     def has_whole_blocks(self):
-        """Whether a scale is that of all channels, or of a block of 128 x 128, as the prefill GEMM needs it."""
+        """Whether scales are per feature or per whole block of 128 x 128, as the prefill GEMM needs them."""
         return self.scale.shape[1] == 1 or self.block_n % 128 == 0
 
     def dequantize(self, dtype):
-        """W [N, C] in `dtype`, of experts [E, N, C]; without a scale, as it is."""
+        """W [N, C] in `dtype`, or [E, N, C] of experts; unchanged without a scale."""
         if self.scale is None:
             return self.data
         if self.is_mxfp4:
@@ -74,9 +74,9 @@ class Weight(NamedTuple):
 
 
 def pack(data):
-    """A copy of a weight [N, C] in oneDNN's blocked layout, which F.linear makes anew in each call.
+    """A copy of a weight [N, C] in oneDNN's blocked layout, which F.linear would make again in each call.
 
-    None where torch has no such product for the CPU. bf16 products are bitwise equal to F.linear; fp32 sums have
+    None if torch has no such product for this CPU. bf16 products are bitwise equal to F.linear; fp32 sums run in
     another order than MKL's.
     """
     supports = data.dtype == torch.float32 or (
@@ -85,7 +85,7 @@ def pack(data):
     is_x86 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     if not (is_x86 and torch.backends.mkldnn.is_available() and data.device.type == "cpu" and supports):
         return None
-    return torch.ops.mkldnn._reorder_linear_weight(data, None)  # of any number of tokens
+    return torch.ops.mkldnn._reorder_linear_weight(data, None)  # for any number of tokens
 
 
 def widened(data):
@@ -96,18 +96,18 @@ def widened(data):
     return table.index_select(0, data.view(torch.uint8).flatten().int()).view(data.shape)
 
 
-TILE_TOKENS = 128  # of a library's tiles
+TILE_TOKENS = 128  # tokens in a library's tile
 
 
 class Tokens(NamedTuple):
     """The input of a matrix product, x = data * scale[:, None]."""
 
     data: torch.Tensor  # [T, C]; with a scale e4m3
-    dtype: torch.dtype  # of the product, and of x without a scale
-    scale: torch.Tensor | None = None  # fp32 [T], or [C / 128, T]: for 128 channels each
+    dtype: torch.dtype  # dtype of the product, and of data without a scale
+    scale: torch.Tensor | None = None  # fp32 [T], or [C / 128, T]: one for each 128 channels
 
     def whole_tiles(self):
-        """Data and scale up to a multiple of TILE_TOKENS, as `rms_norm` allocates them; further rows are undefined."""
+        """Data and scale up to a multiple of TILE_TOKENS, as `rms_norm` allocates them; added rows are undefined."""
         num_rows = -(-len(self.data) // TILE_TOKENS) * TILE_TOKENS
         data = self.data.as_strided((num_rows, self.data.shape[1]), self.data.stride())
         return data, self.scale.as_strided((num_rows,), (1,))
@@ -116,7 +116,7 @@ class Tokens(NamedTuple):
 class QKVEpilogue(NamedTuple):
     """The arguments of `norm_rope_store` after qkv."""
 
-    q_weight: torch.Tensor | None  # [D], of the dtype of qkv or fp32; None without QK-norm; likewise k_weight
+    q_weight: torch.Tensor | None  # [D], in the dtype of qkv or fp32; None without QK-norm; likewise k_weight
     k_weight: torch.Tensor | None
     eps: float
     cos_sin: torch.Tensor  # fp32 [max_position, D]: cosines in the first D/2 columns, then sines
@@ -166,7 +166,7 @@ def quantize_tokens(x):
 
 
 def to_e4m3(x):
-    """Saturated; torch's own conversion gives NaN beyond 448. NaN stays NaN."""
+    """Convert with saturation; torch's own conversion gives NaN beyond 448. NaN stays NaN."""
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
@@ -188,7 +188,7 @@ def soft_cap(x, cap):
 
 
 def padded_head_dim(head_dim):
-    """The size of the heads that the operations are to be given for a model's; zeros fill the rest. Here its own."""
+    """The head size that the operations take for a model's head size; zeros pad the rest. Here the two are equal."""
     return head_dim
 
 
@@ -229,7 +229,7 @@ def store_kvcache(k, v, k_cache, v_cache, slot_mapping, kv_scale=None):
 
 
 def quantize(x, scale):
-    """x [T, K, D] as e4m3 of x / scale, saturated; scale fp32 [K]."""
+    """x [T, K, D] / scale as e4m3, saturated; scale fp32 [K]."""
     return to_e4m3(x.float() * scale.reciprocal()[:, None])
 
 
@@ -242,8 +242,8 @@ def fused_linear(
     result is [T, I].
 
     The kernels may keep intermediate results in fp32 and overwrite `residual`. With allow_split_k they may return
-    SplitKPartials, which rms_norm, fused_linear and qkv_linear accept (norm.py). reader: the Weight of a fused_linear
-    that alone reads the result, which then may be Tokens.
+    SplitKPartials, which rms_norm, fused_linear and qkv_linear accept (norm.py). reader: the Weight of the only
+    fused_linear that reads the result; the result may then be Tokens.
     """
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
@@ -261,5 +261,5 @@ def fused_linear(
 
 
 def qkv_linear(x, weight, bias, norm_weight, eps, epilogue):
-    """q [T, H, D] of a QKV projection, after the norm unless norm_weight is None; k and v only go to the cache."""
+    """q [T, H, D] of a QKV projection of x, normed unless norm_weight is None; k and v go to the cache only."""
     return norm_rope_store(fused_linear(x, weight, bias, norm_weight, eps), *epilogue)

@@ -1,6 +1,6 @@
 """Triton: products with an activated gate, and soft caps.
 
-act(gate) * up where it is no epilogue of a GEMM, x * sigmoid(gate), and cap * tanh(x / cap).
+act(gate) * up where no GEMM epilogue computes it, x * sigmoid(gate), and cap * tanh(x / cap).
 """
 
 import torch
@@ -12,7 +12,7 @@ from .gemv import activate
 
 
 def launch_by_rows(kernel, num_columns, x, *args, **constants):
-    """Launch programs of up to 1,024 of `num_columns` columns of a row of x."""
+    """Launch programs for each row of x, each with up to 1,024 of its `num_columns` columns."""
     assert x.stride(1) == 1
     block = min(1024, triton.next_power_of_2(num_columns))
     launch(

@@ -1,12 +1,12 @@
-"""Triton: 4-bit integers as numbers, by bits: of a tile of a weight, and in a dot product of vectors.
+"""Triton: 4-bit integers to numbers by bit operations, in a tile of a weight and in a dot product of vectors.
 
-Owns the assembly of both, the channels of a word (../int4.py has their order), and the order in which a tile lies in
-registers (`in_order`), MXFP4's, too. In a tile a code becomes a number of 16 bits: 0x4300 | code is 128 + code in bf16,
-0x6400 | code is 1024 + code in fp16, both exact; so is the difference to 128 or 1024 and the zero. In a dot product a
-code is a subnormal fp16 as it is: code * 2^-24, or 16 times that where it lies 4 bits higher. Two codes at once, of
-neighbouring channels.
+Owns the assembly of both, the channels of a word (../int4.py has their order), and the order of a tile in registers
+(`in_order`), for MXFP4 too. In a tile a code becomes a number of 16 bits: 0x4300 | code is 128 + code in bf16,
+0x6400 | code is 1024 + code in fp16, both exact; subtracting 128 or 1024 and the zero is exact too. In a dot product
+the code's bits are a subnormal fp16: code * 2^-24, or 16 times that if they are 4 bits higher. Two codes, of
+neighbouring channels, are converted at once.
 
-Sums of eight products are in fp16, with a power of two for each vector of 32 channels of the token, as in gemv.py; the
+Eight products are summed in fp16, with a power of two for each vector of 32 channels of the token, as in gemv.py; the
 zero times the sum of the token's channels is subtracted in fp32. A vector has one scale and one zero.
 
 N output features; V vectors, W words of a tile.
@@ -64,14 +64,14 @@ def load_zero(zero_ptr, offs, mask):
 
 @triton.jit
 def channel_of_word(place, WORD: tl.constexpr, TILE: tl.constexpr):
-    """The first channel of a word: of the one that is WORD behind that of a place, a multiple of 32."""
+    """The first channel of the word that is WORD words after the one at `place`, a multiple of 32."""
     q = place % TILE // 8 + WORD
     return place - place % TILE + q % (TILE // 32) * 32 + q // (TILE // 32) * 2
 
 
 @triton.jit
 def load_two(ptr, channel, mask, USE_ASM: tl.constexpr):
-    """Load fp32 twice: a channel of even number and the next; with USE_ASM, where both lie in a word, at once."""
+    """Load an even channel and the next one as fp32; with USE_ASM in one load, if both are in one word."""
     if USE_ASM and ptr.dtype.element_ty.primitive_bitwidth == 16:
         pairs = tl.load(ptr.to(tl.pointer_type(tl.int32)) + channel // 2, mask=mask, other=0)
         return unpack(pairs, ptr.dtype.element_ty == tl.bfloat16)
@@ -82,7 +82,7 @@ def load_two(ptr, channel, mask, USE_ASM: tl.constexpr):
 
 @triton.jit
 def load_pair(x_ptr, norm_weight_ptr, channel, mask, USE_ASM: tl.constexpr):
-    """Load two channels of x. And sum up squares, before the norm's weight."""
+    """Load two channels of x; also return the sum of their squares, before the norm's weight."""
     low, high = load_two(x_ptr, channel, mask, USE_ASM)
     squares = low * low + high * high
     if norm_weight_ptr is not None:
@@ -167,7 +167,7 @@ def dot_int4(x, grow, sums, words, zero, USE_ASM: tl.constexpr):
 def unpack_tile(words, zero, DTYPE: tl.constexpr, USE_ASM: tl.constexpr):
     """Numbers [N, 8 W] in DTYPE of words int32 [N, W], less the zeros i32 [N] of their rows. USE_ASM: in 16 bits.
 
-    In the order of the words, pairs of channels one after the other.
+    They are in the order of the words, one pair of channels after the other.
     """
     N: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
@@ -189,7 +189,7 @@ def unpack_tile(words, zero, DTYPE: tl.constexpr, USE_ASM: tl.constexpr):
 
 @triton.jit
 def place_in_tile(i, WARPS: tl.constexpr):
-    """Row of a weight's tile that row i of the loaded tile is: see `in_order`."""
+    """The row of a weight's tile that is loaded as row i: see `in_order`."""
     return i // (16 * WARPS) * (16 * WARPS) + i // 8 % WARPS * 16 + i // (8 * WARPS) % 2 * 8 + i % 8
 
 
@@ -197,9 +197,9 @@ def place_in_tile(i, WARPS: tl.constexpr):
 def in_order(tile, WARPS: tl.constexpr, TILE: tl.constexpr = 128):
     """The tile [N, K] of a weight that wgmma takes from registers, from the one that was loaded and unpacked.
 
-    A thread loads TILE / 4 channels of a row at once, wgmma wants it to have pairs from all over the tile. It has them
-    if rows and channels are counted otherwise: no number moves, but rows are loaded in another order (`place_in_tile`),
-    and so are channels: 4-bit integers are stored in it, with MXFP4 x has it (`reordered`).
+    A thread loads TILE / 4 channels of a row at once, but wgmma expects it to hold pairs from all over the tile. It
+    does once rows and channels are renumbered: no number moves, but rows are loaded in another order (`place_in_tile`),
+    and channels have one too: 4-bit integers are stored in it, and for MXFP4 x is put into it (`reordered`).
     """
     N: tl.constexpr = tile.shape[0]
     K: tl.constexpr = tile.shape[1]

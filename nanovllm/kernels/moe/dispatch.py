@@ -8,9 +8,9 @@ says what is computed.
 
 With e4m3 weights up to 4 tokens are multiplied in their own 16 bits (W8A16). From 5 on, on Hopper, rows are quantized
 to e4m3 as well, each by itself, before both products (W8A8); elsewhere tiles of the weights are widened in registers.
-So are MXFP4 weights and 4-bit integers everywhere (W4A16).
-The references do not quantize rows. Where Triton converts no e4m3, or scales are of channels that are no multiple of
-16, all experts are dequantized at each call, which is right, and slow.
+MXFP4 weights and 4-bit integers are widened in registers everywhere (W4A16).
+The references do not quantize rows. If Triton cannot convert e4m3, or a scale's number of channels is not a multiple
+of 16, all experts are dequantized at each call, which is correct but slow.
 """
 
 import torch
@@ -30,7 +30,7 @@ from .unpack import padded, reordered
 # Measured on an H200 (docs/experiments.md, "Mixture of experts").
 MAX_TOKENS_GEMV = 4
 MAX_TOKENS_ROUTER = 256
-MAX_TOKENS_FP32 = 256  # of the experts' results; beyond, their bytes cost more than their rounding
+MAX_TOKENS_FP32 = 256  # keep the experts' results in fp32 up to here; beyond, the extra bytes cost too much
 
 
 def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_up, down, routing, slot_mapping,
@@ -74,7 +74,7 @@ def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_u
     grouped_gemm(config, x, gate_up, rows, counts, h, top_k, act, bias=of_gate_up, limit=limit)
     parts_dtype = torch.float32 if num_tokens <= MAX_TOKENS_FP32 else x.dtype
     parts = torch.empty((top_k, num_tokens, num_channels), dtype=parts_dtype, device=h.device)
-    h = Tokens(h, h.dtype) if down.is_mxfp4 else tokens_for(h, down)  # that is in order already
+    h = Tokens(h, h.dtype) if down.is_mxfp4 else tokens_for(h, down)  # h is in the tiles' order already
     kinds = h.scale is not None, down.is_mxfp4, has_large, down.is_int4
     config = grouped_config(len(h.data), num_experts, False, *kinds)
     grouped_gemm(config, h, down, rows, counts, parts, top_k, weights=weights, bias=of_down)
@@ -84,8 +84,8 @@ def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_u
 
 
 def takes_shared_expert(num_tokens, gate_up, shared_gate_up, routing):
-    """See reference.takes_shared_expert. Among more tokens its product is dense, and another kernel's; in FP8 it was no
-    faster (docs/experiments.md)."""
+    """See reference.takes_shared_expert. For more tokens a dense kernel computes it; in FP8 taking it was no faster
+    (docs/experiments.md)."""
     is_alike = gate_up.data.shape[1:] == shared_gate_up.data.shape and gate_up.data.dtype == shared_gate_up.data.dtype
     has_groups = routing.top_groups < routing.num_groups
     return num_tokens <= MAX_TOKENS_GEMV and is_alike and gate_up.scale is None and not has_groups
@@ -112,7 +112,7 @@ def usable(weight, dtype):
 def tokens_for(x, weight):
     """Tokens of x in the form that `grouped_gemm` multiplies.
 
-    e4m3 where its tensor cores take it, else x's dtype; with MXFP4 in the order of its tiles.
+    e4m3 if the tensor cores take it, else x's dtype; with MXFP4 in the order of its tiles.
     """
     if weight.is_mxfp4:
         return Tokens(reordered(x), x.dtype)

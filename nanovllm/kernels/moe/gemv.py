@@ -24,11 +24,11 @@ from .unpack import dot_mxfp4, dot_mxfp4_plain, e8m0
 class RowsConfig(NamedTuple):
     """How the products are cut into programs; changes only the order of summation."""
 
-    units: int  # of a program of the first product
-    vectors: int  # of a step, of each of a unit's two rows; of 8 channels, with products in fp16 16, of 4 bits 32
+    units: int  # units per program of the first product
+    vectors: int  # per step and row (a unit has two); a vector has 8 channels, in fp16 16, in 4 bits 32
     warps: int
-    channels: int  # of a program of the second product
-    down_vectors: int  # of a step, of each of its channels
+    channels: int  # channels per program of the second product
+    down_vectors: int  # vectors per step, for each channel
     down_warps: int
 
 
@@ -72,7 +72,7 @@ def load_scale(
 ):  # fmt: skip
     """Load scales fp32 [V, N] of features [1, N] and of the vectors that begin at channel [V, 1].
 
-    They are of one expert, or with scale_ptr [V, 1] of an expert a vector. One expert with one group gives [1, N]:
+    All are one expert's; with scale_ptr [V, 1] each vector has its own expert. One expert with one group gives [1, N]:
     [V, N] would take a layout that has to be converted.
     """
     if MXFP4:
@@ -88,7 +88,7 @@ def load_scale(
 
 @triton.jit
 def gate_up_rows_kernel(
-    x_ptr,  # [T, C] contiguous, written by a kernel before; of pairs where the weight is int32
+    x_ptr,  # [T, C] contiguous, written by a kernel before; pairs if the weight is int32
     norm_weight_ptr,  # [C] or None; None with scales
     weight_ptr,  # [E, 2 I, C]; fours of e4m3 are int32 [E, 2 I, C / 4]; of MXFP4 uint8 [E, 2 I, C / 2] or int32
     scale_ptr,  # fp32 or of INT4 [E, 2 I, NUM_GROUPS], of MXFP4 uint8 [E, NUM_GROUPS, 2 I]; only with NUM_GROUPS
@@ -102,10 +102,10 @@ def gate_up_rows_kernel(
     NUM_EXPERTS: tl.constexpr,
     NUM_CHANNELS: tl.constexpr,
     NUM_UNITS: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,  # of channels with a scale; 0: no scales
+    NUM_GROUPS: tl.constexpr,  # scales per feature; 0: none
     MXFP4: tl.constexpr,
     INT4: tl.constexpr,  # the channels of a tile, or 0; the weight is int32 [E, 2 I, C / 8]
-    USE_ASM: tl.constexpr,  # of INT4
+    USE_ASM: tl.constexpr,  # with INT4 only
     BLOCK_I: tl.constexpr,
     BLOCK_C: tl.constexpr,
     ACT: tl.constexpr,
@@ -121,9 +121,9 @@ def gate_up_rows_kernel(
     row = tl.program_id(1)
     local = tl.arange(0, 2 * BLOCK_I)
     unit = tl.program_id(0) * BLOCK_I + local % BLOCK_I
-    feature = unit + local // BLOCK_I * NUM_UNITS  # gate, then as many of up
+    feature = unit + local // BLOCK_I * NUM_UNITS  # gate, then the same number of up
     exists = unit < NUM_UNITS
-    channel = tl.arange(0, BLOCK_C // VECTOR)[:, None] * VECTOR  # of vectors, the first dimension; see linear/gemv.py
+    channel = tl.arange(0, BLOCK_C // VECTOR)[:, None] * VECTOR  # first channel of each vector; see linear/gemv.py
     lane = tl.arange(0, VECTOR // PACK)[None, :]
     c = channel + lane if PACK == 1 else channel
     # [BLOCK_C / VECTOR, 2 BLOCK_I, VECTOR / PACK]
@@ -151,7 +151,7 @@ def gate_up_rows_kernel(
                 scale_ptr, feature[None, :], exists[None, :], first + channel,
                 2 * NUM_UNITS, NUM_CHANNELS, NUM_GROUPS, MXFP4,
             )  # fmt: skip
-        # Returns at once. ptxas moves no load across it: all those of the weight are in flight before one is used.
+        # Returns at once. ptxas moves no load across it: all loads of the weight are in flight before one is used.
         pdl_wait(USE_PDL)
         if INT4 > 0:
             groups = feature[None, :] * NUM_GROUPS + (first + channel) // (NUM_CHANNELS // NUM_GROUPS)
@@ -186,7 +186,7 @@ def gate_up_rows_kernel(
 
 @triton.jit
 def down_rows_kernel(
-    h_ptr,  # [T * k, I] contiguous, written by the kernel before; of pairs where the weight is int32
+    h_ptr,  # [T * k, I] contiguous, written by the kernel before; pairs if the weight is int32
     weight_ptr,  # [E, C, I]; fours of e4m3 are int32 [E, C, I / 4]; of MXFP4 uint8 [E, C, I / 2] or int32
     scale_ptr,  # fp32 or of INT4 [E, C, NUM_GROUPS], of MXFP4 uint8 [E, NUM_GROUPS, C]; only with NUM_GROUPS
     zero_ptr,  # int8 [E, C, NUM_GROUPS] or None, of INT4
@@ -199,10 +199,10 @@ def down_rows_kernel(
     TOP_K: tl.constexpr,
     NUM_CHANNELS: tl.constexpr,
     NUM_UNITS: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,  # of units with a scale; 0: no scales
+    NUM_GROUPS: tl.constexpr,  # scales per channel; 0: none
     MXFP4: tl.constexpr,
     INT4: tl.constexpr,  # the units of a tile, or 0; the weight is int32 [E, C, I / 8]
-    USE_ASM: tl.constexpr,  # of INT4
+    USE_ASM: tl.constexpr,  # with INT4 only
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -214,7 +214,7 @@ def down_rows_kernel(
     IS_PAIRS: tl.constexpr = weight_ptr.dtype.element_ty == tl.int32 and INT4 == 0
     PACK: tl.constexpr = 8 if INT4 > 0 else (8 if IS_PAIRS else 2) if MXFP4 else 4 if IS_PAIRS else 1
     VECTOR: tl.constexpr = 32 if MXFP4 or INT4 > 0 else 16 if IS_PAIRS else 8
-    VECTORS: tl.constexpr = (NUM_UNITS + VECTOR - 1) // VECTOR  # of an expert
+    VECTORS: tl.constexpr = (NUM_UNITS + VECTOR - 1) // VECTOR  # vectors of an expert
     IS_BF16: tl.constexpr = y_ptr.dtype.element_ty == tl.bfloat16
     token = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

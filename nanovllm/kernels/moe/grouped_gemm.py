@@ -19,7 +19,7 @@ from ..linear.unpack_int4 import unpack_tile as unpack_int4
 from .gemv import gated
 from .unpack import column_of, load_scales, unpack_tile
 
-SMALL_BYTES = 96 << 10  # of shared memory for the tiles of all steps in flight, where a program may use 99 KB
+SMALL_BYTES = 96 << 10  # for the tiles of all steps in flight, on devices with 99 KB of shared memory per program
 
 
 @triton.jit
@@ -99,14 +99,14 @@ def grouped_gemm_kernel(
     GROUP: tl.constexpr,  # channels of a scale of the weight, a multiple of BLOCK_K, or all; 0: no scales
     MXFP4: tl.constexpr,
     INT4: tl.constexpr,
-    USE_ASM: tl.constexpr,  # of both
-    ACT: tl.constexpr,  # of GATED
-    LIMIT: tl.constexpr,  # of GATED
+    USE_ASM: tl.constexpr,  # with MXFP4 and INT4
+    ACT: tl.constexpr,  # with GATED
+    LIMIT: tl.constexpr,  # with GATED
     GATED: tl.constexpr,  # x is [T, K], the result act(gate) * up; else x is [T * k, K], the result weight * y
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    SWAP_AB: tl.constexpr,  # always of MXFP4 and of INT4
+    SWAP_AB: tl.constexpr,  # always with MXFP4 and INT4
     WARPS: tl.constexpr,
     PRECISION: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -146,7 +146,7 @@ def grouped_gemm_kernel(
         if MXFP4:
             for step in range(0, K, BLOCK_K):
                 scale = load_scales(scale_ptrs, step, NUM_FEATURES, K, BLOCK_K)
-                x = tl.load(x_ptrs + step)  # padded with zeros; rows that are none hold another's
+                x = tl.load(x_ptrs + step)  # padded with zeros; missing rows hold another row's values
                 words = load_weight(weight_ptrs, step // 8, word, K // 8, BLOCK_K // 8)
                 acc = dot_mxfp4(x, words, scale, acc, WARPS, PRECISION, USE_ASM)
                 if GATED:
@@ -234,7 +234,7 @@ class GroupedConfig(NamedTuple):
 def grouped_config(
     num_rows, num_experts, gated, is_fp8=False, is_mxfp4=False, large_shared_memory=True, is_int4=False
 ):
-    """By the mean number of rows of an expert; swept on an H200 at 128 experts of 768 units, 2,048 channels.
+    """Choose by the mean number of rows per expert; swept on an H200 at 128 experts of 768 units, 2,048 channels.
 
     `is_fp8`: tokens and weights are e4m3, by count of bytes in flight; a sweep on an H100 found no better. `is_mxfp4`:
     the weights, swept on an H100 with gpt-oss-20b's; less memory as in launch.py. `is_int4`: the weights, swept there
@@ -274,7 +274,7 @@ def grouped_config(
 
 
 def scale_group(weight):
-    """Channels of a scale of a Weight, of integers, too; 0: it has none, or is MXFP4."""
+    """Channels per scale of a Weight, also of 4-bit integers; 0: it has no scales, or is MXFP4."""
     return 0 if weight.scale is None or weight.is_mxfp4 else weight.num_channels // weight.scale.shape[2]
 
 
@@ -289,13 +289,13 @@ def grouped_gemm(config, x, weight, rows, counts, y, top_k, act=None, weights=No
     block_k = min(config.block_k, group & -group) if 0 < group < num_channels else config.block_k
     block_k = weight.tile if weight.is_int4 else block_k
     data, scale = weight.data, weight.scale
-    if is_mxfp4:  # whole tiles of x, and with a gate of y
+    if is_mxfp4:  # whole tiles of x, and with a gate also of y
         assert config.block_k == 128 and (not gated or config.block_n % 128 == 0)
         data, scale = data.view(torch.int32), scale.view(torch.int32)
-    num_tokens = rows.shape[1]  # of which an expert has each at most once
+    num_tokens = rows.shape[1]  # an expert has each token at most once
     usual_rows = min(num_tokens, 2 * num_tokens * top_k // num_experts + 1)
     split_m = triton.cdiv(usual_rows, config.block_m)
-    num_stages = config.num_stages if x.data.element_size() < 4 else 2  # of fp32, shared memory holds one step's tiles
+    num_stages = config.num_stages if x.data.element_size() < 4 else 2  # in fp32, shared memory holds one step's tiles
     if not has_large_shared_memory(y.device):
         of_weight = config.block_n * (2 if gated else 1) * data.element_size() * data.shape[2] // num_channels
         step_bytes = block_k * (config.block_m * x.data.element_size() + of_weight)

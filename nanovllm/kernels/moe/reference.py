@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from ..linear.reference import Weight, fused_linear, rms_norm
 
-SWIGLU_ALPHA = 1.702  # of `clamped_swiglu`
+SWIGLU_ALPHA = 1.702  # see `clamped_swiglu`
 
 
 class Routing(NamedTuple):
@@ -22,7 +22,7 @@ class Routing(NamedTuple):
     scoring: str = "softmax"  # over all experts, or "sigmoid"
     renormalize: bool = True  # the weights of the chosen experts sum to 1
     routed_scale: float = 1.0  # a factor of the weights
-    num_groups: int = 1  # of E / num_groups neighbouring experts each
+    num_groups: int = 1  # groups of E / num_groups neighbouring experts each
     top_groups: int = 1  # groups from which a token chooses: those with the largest sums of their two best scores
 
 
@@ -92,8 +92,8 @@ def fused_moe(
         act: as in `act_and_mul`.
         base: [T, C], is added in place of `residual`.
         biases: Biases, or None.
-        limit: 0, or that of `clamped_swiglu`, which takes the place of act(gate) * up.
-        shared: Shared, whose result is added, where `takes_shared_expert`; else it is in `base` already, or None.
+        limit: 0, or the limit of `clamped_swiglu`, which replaces act(gate) * up.
+        shared: Shared, whose result is added, if `takes_shared_expert`. Else None: `base` holds its result, if any.
 
     The kernels may keep intermediate results in fp32 and overwrite `residual`. With allow_split_k they may return
     SplitKPartials (linear/norm.py).
@@ -122,7 +122,7 @@ def fused_moe(
 
 
 def takes_shared_expert(num_tokens, gate_up, shared_gate_up, routing):
-    """Whether `fused_moe` takes the shared expert as one more of its experts. Weights: gate_up of these, and of it."""
+    """Whether `fused_moe` takes the shared expert as one more of its experts. Takes gate_up of both."""
     return False
 
 

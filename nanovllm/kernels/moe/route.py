@@ -13,7 +13,7 @@ from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
 from . import reference
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-ROUTER_CHANNELS = 256  # of a program of the router's product: few experts would occupy few programs
+ROUTER_CHANNELS = 256  # channels per program of the router's product: few experts would occupy few programs
 LOWEST = tl.constexpr(-3e38)
 
 
@@ -89,7 +89,7 @@ def route_kernel(
     SPLIT_K: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     SIGMOID: tl.constexpr,
-    DTYPE: tl.constexpr,  # of the model: to which logits are rounded
+    DTYPE: tl.constexpr,  # the model's dtype, to which logits are rounded
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -127,7 +127,7 @@ def route_kernel(
     left = scores
     if bias_ptr is not None:
         left += tl.load(bias_ptr + offs_e, mask=exists, other=0.0)
-    left = tl.where(exists & (left == left), left, LOWEST)  # NaN: ids stay distinct, and of experts that exist
+    left = tl.where(exists & (left == left), left, LOWEST)  # replaces NaN: ids stay distinct and valid
     left = tl.where(exists, left, -float("inf"))
     ids = tl.full((BLOCK_K,), -1, tl.int32)
     weights = tl.zeros((BLOCK_K,), tl.float32)

@@ -1,4 +1,4 @@
-"""Triton: MXFP4 numbers in 16 bits, by shifts: of a tile of a weight, and in a dot product of vectors.
+"""Triton: MXFP4 numbers to 16 bits by shifts, in a tile of a weight and in a dot product of vectors.
 
 Owns the order of the channels of x that such tiles need (`reordered`). Sign, exponent and mantissa of an e2m1 are moved
 to their places in a number of 16 bits, and a power of two makes up for the other bias: 2^14 in fp16, 2^126 in bf16; on
@@ -51,7 +51,7 @@ DOT_ASM = tl.constexpr(dot_asm())
 
 @triton.jit
 def e8m0(scale):
-    """Scales in fp32; that of byte 0 is 0."""
+    """Scales in fp32; byte 0 gives 0."""
     return (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
@@ -112,7 +112,7 @@ def load_scales(ptrs, step, NUM_FEATURES: tl.constexpr, K: tl.constexpr, BLOCK_K
 
 @triton.jit
 def channel_of(k):
-    """Channel that column k of a weight's tile is: see `in_order` in ../linear/unpack_int4.py."""
+    """The channel in column k of a weight's tile: see `in_order` in ../linear/unpack_int4.py."""
     return k // 128 * 128 + k // 2 % 4 * 32 + k // 16 % 8 * 4 + k // 8 % 2 * 2 + k % 2
 
 
@@ -141,7 +141,7 @@ def reorder_kernel(
 
 
 def padded(num_channels):
-    """Of rows in the order of `channel_of`, which end with zeros."""
+    """Number of channels in rows ordered by `channel_of`, which end with zeros."""
     return triton.cdiv(num_channels, 128) * 128
 
 
@@ -194,7 +194,7 @@ def dot_mxfp4(x_ptr, channel, mask, weight, IS_BF16: tl.constexpr):
 
 @triton.jit
 def dot_mxfp4_plain(x_ptr, channel, mask, weight):
-    """The same of x as it is and bytes [V, N, 16], in fp32."""
+    """The same for plain x and bytes [V, N, 16], in fp32."""
     byte = tl.arange(0, 16)[None, :]
     c = channel + byte // 4 * 8 + byte % 2 * 4 + byte // 2 % 2
     lower = tl.load(x_ptr + c, mask=mask, other=0.0).to(tl.float32)

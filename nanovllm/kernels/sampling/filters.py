@@ -231,7 +231,7 @@ def filter_thresholds_kernel(
                     # Even V logits this far below the largest sum to less than the 1 - p that top-p cuts.
                     margin = tl.log((1.0 - top_p) / vocab_size) - 0.01
                     low = to_key(largest + margin * temperature, SHIFT)
-                    # Where segment maxima alone reach p, all logits do. 1.0001 covers the rounding of sums.
+                    # If the segment maxima alone reach p, all logits do. 1.0001 covers the rounding of sums.
                     block = tl.arange(0, BLOCK_S)
                     is_block, stats_ptrs = block < num_blocks, block_stats_ptr + 2 * block
                     block_max = tl.load(stats_ptrs, mask=is_block, other=minus_inf, cache_modifier=".cg")

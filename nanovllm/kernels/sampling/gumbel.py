@@ -13,7 +13,7 @@ from triton.language.extra import libdevice
 
 from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
 
-_MAX_SEGMENTS = 4096  # of all sequences together: about as many programs as the largest GPUs run at once
+_MAX_SEGMENTS = 4096  # over all sequences: about the number of programs that the largest GPUs run at once
 _BLOCK = 1024  # ids per iteration
 
 

@@ -84,7 +84,7 @@ def block_stats_kernel(
 
 @triton.jit
 def logprob_bits(x, largest, log_sum_exp):
-    """Bits of the log-probability, -inf where it is NaN: beside a logit of +inf."""
+    """Bits of the log-probability; -inf if it is NaN, because another logit is +inf."""
     logprob = (x - largest) - log_sum_exp
     return tl.where(logprob == logprob, logprob, -float("inf")).to(tl.int32, bitcast=True)
 
