@@ -160,9 +160,10 @@ OTHERS_NAMES = {"tokenizers", "xxh64"}  # names of other libraries in the pages
 
 @cache
 def names_in_code() -> set[str]:
-    """Every name and short string in the library, its tools and scripts."""
+    """Every name and short string in the library, its tools and scripts, and their modules."""
     found: set[str] = set()
     for path in [*modules(), *ROOT.glob("*.py"), *(ROOT / "tools").glob("*.py")]:
+        found |= {*path.relative_to(ROOT).with_suffix("").parts}
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             values = (getattr(node, field, None) for field in ("name", "id", "attr", "arg", "value"))
             found |= {value for value in values if isinstance(value, str) and len(value) < 60}
