@@ -85,14 +85,8 @@ class NanoVLLM(Engine):
             from nanovllm.engine.images.loading import Image
 
             loader = self.llm._inputs.attachments
-
-            def ready(source: bytes) -> Image:
-                image = Image(loader, source, {})
-                pixels = image.take_pixels()
-                image.take_pixels = lambda: pixels
-                return image
-
-            images = list(loader.threads.map(ready, images))
+            loader.max_bytes = 1 << 40
+            images = list(loader.threads.map(lambda source: Image(loader, source, {}), images))
         given = [
             {"prompt_token_ids": ids, "multi_modal_data": {"image": image}}
             for ids, image in zip(prompts, images, strict=True)

@@ -142,6 +142,8 @@ class Config:
         speculative_config: draft tokens by lookup and verify several at once, with the same outputs; a dictionary, see
             ``SpeculativeConfig``. None: one token a step.
         language_model_only: load no vision tower; prompts are text.
+        max_pixel_gib: host memory in GiB for the pixels of images that wait for the vision tower; those of one prompt
+            always fit. Images beyond it are read again when their turn comes.
         limit_mm_per_prompt: most images of a prompt, as {"image": 4}; None is no limit.
         mm_processor_kwargs: options of the checkpoint's image processor, such as {"max_pixels": 1_000_000}.
         allowed_local_media_path: directory of images that prompts may name by their paths; "" allows none.
@@ -191,6 +193,7 @@ class Config:
     )
     language_model_only: bool = option(False, FLAG, feature="engine.images")
     limit_mm_per_prompt: dict | None = option(None, LIMITS, feature="engine.images")
+    max_pixel_gib: float = option(2.0, number("a number > 0", lambda gib: gib > 0), feature="engine.images")
     mm_processor_kwargs: dict | None = option(None, DICTIONARY, feature="engine.images")
     allowed_local_media_path: str = option("", Rule("a directory", is_directory, str), feature="engine.images")
     allowed_media_domains: tuple[str, ...] | None = option(

@@ -14,7 +14,6 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.verbs.arguments import refuses_unknown_keywords
 from nanovllm.verbs.chat import Chat
-from nanovllm.verbs.images import ImageVerbs
 from nanovllm.verbs.pooling import Pooling
 from nanovllm.verbs.scoring import Scoring
 from nanovllm.verbs.streaming import Streaming
@@ -25,7 +24,6 @@ __all__ = ["LLM", "Prompt", "is_one_prompt"]
 
 @refuses_unknown_keywords
 class LLM(
-    ImageVerbs,
     Chat,
     Streaming,
     Scoring,
@@ -49,11 +47,10 @@ class LLM(
             RequestError: a prompt can never be served; nothing was computed.
         """
         with Guard(self):
-            self._require_ready()
+            self.require_ready()
             params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=k, detokenize=False)
             params.logprobs = min(k, self.config.model_config.vocab_size)
-            encoded = self._inputs.encode(as_prompts(prompts), 0, params)
-            requests = self._inputs.make_all(encoded, params, is_checked=True)
+            requests = self._inputs.make_all(as_prompts(prompts), params, is_checked=True)
             return collect(self, requests, Request.output)
 
     @property

@@ -2,6 +2,7 @@
 
 import gc
 import re
+import threading
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import load_model
 from nanovllm.models.vision import VisionConfig
 from nanovllm.models.vision_tower import VisionTower
+from nanovllm.runner.images import VisionPart
 
 PAGE, WIDE, TALL = image(40, 24, 1), image(33, 70, 2), image(90, 18, 3)
 PROMPTS = [  # token ids with a placeholder for each image, and the images
@@ -109,27 +111,37 @@ def test_content_ids():
 
 
 def test_preempted(checkpoint, monkeypatch):
-    """The images of a preempted request are processed again from their sources."""
+    """The images of a preempted request load again while it waits; no launch waits for an image."""
     path, _, _ = checkpoint
-    taken = []
-    original = loading.Image.take_pixels
-    monkeypatch.setattr(loading.Image, "take_pixels", lambda self: taken.append(self) or original(self))
+    threads = []
+    original = loading.ImageLoader.process
+    monkeypatch.setattr(
+        loading.ImageLoader, "process", lambda *args: threads.append(threading.current_thread()) or original(*args)
+    )
     params = SamplingParams(temperature=0, max_tokens=60)
     given = [GIVEN[i] for i in (0, 2, 3, 4)]
     options = {"enable_prefix_caching": False, "max_model_len": 200}
     with engine(path, num_kvcache_blocks=13 if BLOCK == 16 else 5, **options) as llm:
         crowded = tokens(llm.generate(given, params, use_tqdm=False))
         assert llm.scheduler.num_preemptions > 0
-        assert len(taken) > len(set(taken))
+        assert len(threads) > sum(len(PROMPTS[i][1]) for i in (0, 2, 3, 4))
+        assert threading.main_thread() not in threads
     with engine(path, enable_prefix_caching=False) as llm:
         assert tokens(llm.generate(given, params, use_tqdm=False)) == crowded
 
 
 def test_pixels_are_bounded(checkpoint, monkeypatch):
-    """Beyond the bound they are dropped, and made again; at the end none is left."""
+    """Beyond the bound they are dropped, and made again when their turn comes; at the end none is left."""
     path, expected, _ = checkpoint
-    monkeypatch.setattr(loading, "MAX_PIXEL_BYTES", 1)
-    with engine(path) as llm:
+    most = [0]
+    original = loading.ImageLoader.count
+
+    def count(self, num_bytes):
+        original(self, num_bytes)
+        most[0] = max(most[0], self.num_bytes)
+
+    monkeypatch.setattr(loading.ImageLoader, "count", count)
+    with engine(path, max_pixel_gib=1e-9) as llm:
         ids = [llm.add_request(prompt, GREEDY) for prompt in GIVEN]
         found = {}
         while not llm.is_finished():
@@ -137,6 +149,16 @@ def test_pixels_are_bounded(checkpoint, monkeypatch):
         assert [found[request_id] for request_id in ids] == expected
         gc.collect()
         assert llm._inputs.attachments.num_bytes == 0
+    pages = max(len(images) for _, images in PROMPTS)
+    assert 0 < most[0] <= (pages + 1) * largest_image(path), "one prompt's images, and the first one's"
+
+
+def largest_image(path):
+    """Bytes of the pixels of the largest image."""
+    with engine(path) as llm:
+        loader = llm._inputs.attachments
+        images = [loader.load(image, {}) for _, images in PROMPTS for image in images]
+        return max(sum(tensor.nbytes for tensor in image.pixels.tensors.values()) for image in images)
 
 
 def test_several_completions_and_penalties(checkpoint):
@@ -174,7 +196,7 @@ def test_after_an_interrupted_step(checkpoint, monkeypatch):
     with engine(path) as llm:
         assert tokens(llm.generate(GIVEN, GREEDY, use_tqdm=False)) == expected
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(loading.Image, "take_pixels", interrupt)
+            patched.setattr(VisionPart, "_features_of", interrupt)
             llm.generate({"prompt_token_ids": [9, IMAGE], "multi_modal_data": {"image": TALL}}, GREEDY, use_tqdm=False)
         for given in ([{"prompt_token_ids": ids} for ids, images in PROMPTS if not images], GIVEN):
             found = tokens(llm.generate(given, GREEDY, use_tqdm=False))

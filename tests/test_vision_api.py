@@ -762,7 +762,7 @@ from nanovllm.models.vision import VisionConfig
 
 config = Config(sys.argv[1], allowed_media_domains=["*"])
 loader = loading.ImageLoader(VisionConfig.of(config), config, SimpleNamespace(tokenizer=None))
-images = loader.load([sys.argv[2]] * 40, {})
+images = [loader.threads.submit(loader.load, sys.argv[2], {}) for _ in range(40)]
 while not any(image.running() for image in images):
     time.sleep(0.01)
 print(time.time())

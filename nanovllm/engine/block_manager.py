@@ -200,6 +200,10 @@ class BlockManager:
     def expect_no_more(self, seq: Sequence) -> None:
         """A waiting sequence was aborted."""
 
+    def is_ready(self, seq: Sequence) -> bool:
+        """Whether the inputs of a waiting sequence are in memory, except those that the prefix cache covers."""
+        return seq.attachment is None or seq.attachment.is_ready(len(self.find_prefix(seq)) * self.block_size)
+
     def chunk_end(self, seq: Sequence, start: int, stop: int) -> int:
         """Where a prefill chunk from ``start`` ends that cannot go beyond ``stop``; ``start``: it must wait."""
         return stop if seq.attachment is None else seq.attachment.chunk_end(start, stop)

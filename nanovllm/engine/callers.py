@@ -31,7 +31,7 @@ class Caller:
     Attributes:
         unfinished: requests by id.
         finished: requests that the caller has not yet taken.
-        num_queued: sequences that wait or run.
+        num_queued: sequences that load, wait or run.
         detokenize: make texts in the background, as sequences finish.
         is_dropped: the engine had to drop its requests.
     """
@@ -59,18 +59,18 @@ class Caller:
     def refuse(self, request: "Request", reason: str) -> None:
         """A request was aborted or dropped; the engine is usable again."""
 
-    def between_steps(self, is_idle: bool) -> None:
+    def between_steps(self, engine: "LLMEngine", is_idle: bool) -> None:
         """Called while the device works, or with ``is_idle`` while it has nothing to do."""
 
 
 def run(engine: "LLMEngine", known: list["Request"],
-        more: Iterable["Request | None"] = ()) -> Generator[tuple[int, list["Request"]], None, None]:
+        more: Iterable["Request"] = ()) -> Generator[tuple[int, list["Request"]], None, None]:
     """Run requests, a window of them at a time. Closed early, it aborts its own requests and no others.
 
     Args:
         known: count as waiting, and can be aborted, before their turn comes. The list is emptied, so that requests can
             be freed one by one.
-        more: requests after these, made when they are asked for; None: the next is not ready, and the engine has work.
+        more: requests after these, made when they are asked for.
 
     Yields:
         After each step the number of tokens taken in, and the requests of this call that are finished now.
@@ -79,7 +79,7 @@ def run(engine: "LLMEngine", known: list["Request"],
     room = min(FIRST, window)
     try:
         with Guard(engine):
-            engine._register(known, caller)
+            engine.register(known, caller)
             engine.scheduler.admission.num_expected = sum(request.params.n for request in known)
         known.reverse()
         in_turn = (known.pop() for _ in range(len(known)))
@@ -90,26 +90,25 @@ def run(engine: "LLMEngine", known: list["Request"],
                 if not is_fed and room > caller.num_queued:
                     following, is_fed = taken(feed, room - caller.num_queued)
                     if following:
-                        engine._require_ready()
-                        engine._queue(following, caller)
+                        engine.require_ready()
+                        engine.queue(following, caller)
                 room = min(2 * room, window)  # while the device works on one lot, the next is twice as large
                 if is_fed and not caller.unfinished and not caller.finished and not caller.is_dropped:
                     return
                 # no step if a request is finished already, because it had nothing to compute
-                num_tokens = 0 if caller.finished or caller.is_dropped else engine._advance()
+                num_tokens = 0 if caller.finished or caller.is_dropped else engine.advance()
             yield num_tokens, caller.take() if caller.finished or caller.is_dropped else []
     finally:
         abandon(engine, list(caller.unfinished.values()))
 
 
-def taken(requests: Iterator["Request | None"], num_seqs: int) -> tuple[list["Request"], bool]:
-    """The next requests, until they have this number of sequences or one is not ready; and whether these are all."""
+def taken(requests: Iterator["Request"], num_seqs: int) -> tuple[list["Request"], bool]:
+    """The next requests, until they have this number of sequences; and whether these are all."""
     found: list[Request] = []
     for request in requests:
-        if request is not None:
-            found.append(request)
-            num_seqs -= request.params.n
-        if request is None or num_seqs <= 0:
+        found.append(request)
+        num_seqs -= request.params.n
+        if num_seqs <= 0:
             return found, False
     return found, True
 

@@ -90,7 +90,7 @@ class RequestFuture(Future[RequestOutput]):
                 continue
             try:
                 with Guard(engine):
-                    engine._advance()
+                    engine.advance()
             finally:
                 release(engine)
 
@@ -102,7 +102,7 @@ class Submitted(Caller):
         super().__init__()
         self.futures: dict[int, RequestFuture] = {}  # by request id; whoever removes a future resolves it
 
-    def between_steps(self, is_idle: bool) -> None:
+    def between_steps(self, engine: Any, is_idle: bool) -> None:
         """Resolve the futures of finished requests whose text is there, in their order; when idle wait for the text."""
         while self.finished and (is_idle or self.finished[0].has_text):
             self.resolve(self.finished.popleft())

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from nanovllm.attachments import CANNOT_CUT, Attachment
+from nanovllm.attachments import CANNOT_CUT, Attachment, Loading
 from nanovllm.config import Config
 from nanovllm.engine.checks import Checks
 from nanovllm.engine.request import Completion, Request
@@ -17,11 +17,11 @@ from nanovllm.engine.text.prompts import Prompt, as_list, as_token_ids, split_pr
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.engine.token_processor import TokenProcessors
 from nanovllm.engine.variants import READOUTS, make_attachments
-from nanovllm.errors import RequestError
+from nanovllm.errors import RequestError, as_request_error
 from nanovllm.readouts import Readout
 from nanovllm.sampling_params import SamplingParams
 
-# A prompt's text, if it has one, and its token ids, not yet checked; an Attachment if it has more than these.
+# A prompt's text, if it has one, and its token ids, not yet checked; a Loading or Attachment if it holds more.
 Encoded = tuple[str | None, Any]
 Params = SamplingParams | ListLike[SamplingParams] | None
 
@@ -43,18 +43,21 @@ class InputProcessor:
         self.attachments = make_attachments(config, tokenizer)
         self._num_seqs = 0  # the next seq_id
 
-    def encode(self, prompts: ListLike[Prompt], first: int = 0, params: Params = None) -> list[Encoded]:
+    def encode(self, prompts: ListLike[Prompt], first: int = 0, params: Params = None,
+               waits: bool = True) -> list[Encoded]:
         """Prompts with their token ids; a text that comes with ids is carried, and not encoded.
 
-        ``first``: the index of the first one, for errors. ``params`` that cut texts let them be of any length.
+        Args:
+            first: index of the first one, for errors.
+            params: texts that these truncate may have any length.
+            waits: wait until other inputs are loaded.
         """
         split = []
         for i, prompt in enumerate(prompts, first):
             try:
-                if self.attachments is not None and self.attachments.takes(prompt):
-                    split.append(self.attachments.encode(prompt))
-                else:
-                    split.append(split_prompt(prompt))
+                encode = self.attachments.encode if self.attachments.takes(prompt) else split_prompt
+                text, given = encode(prompt)
+                split.append((text, given.attachment() if waits and isinstance(given, Loading) else given))
             except RequestError as error:
                 raise RequestError(f"prompt {i}: {error}" if first + len(prompts) > 1 else str(error)) from None
         texts = [text if ids is None else None for text, ids in split]
@@ -63,31 +66,34 @@ class InputProcessor:
         encoded = iter(self._tokenizer.encode(texts, True, first, (params, self.config.max_model_len)))
         return [(text, next(encoded) if ids is None and text is not None else ids) for text, ids in split]
 
-    def make(self, prompt: Prompt, params: SamplingParams, index: int = 0) -> Request:
+    def make(self, prompt: Prompt, params: SamplingParams, index: int = 0, waits: bool = False) -> Request:
         """A request with the engine's own copy of its parameters, see ``Checks.copy_of``.
+
+        ``waits``: for inputs besides tokens; an unreadable one raises an error.
 
         Raises:
             RequestError: it can never be served.
         """
-        ((text, ids),) = self.encode([prompt], 0, params)
-        token_ids, params = self.checks.checked(as_token_ids(ids), params)
+        ((text, given),) = self.encode([prompt], 0, params, waits)
+        token_ids, params = self._checked(given, params)
         self.checks.check_ids("token id", token_ids)
-        return self.request(text, token_ids, params, index, given=ids)
+        return self.request(text, token_ids, params, index, given=given)
 
-    def make_all(self, prompts: ListLike[Encoded], params: Params, is_checked: bool = False) -> list[Request]:
+    def make_all(self, prompts: ListLike[Prompt], params: Params, is_checked: bool = False) -> list[Request]:
         """The requests of a call, whose parameters are one for all or one for each. ``is_checked``: they are our own.
 
         Raises:
             RequestError: one can never be served, with its index, or the counts differ. No id was given away.
         """
+        encoded = self.encode(prompts, 0, params, waits=False)
         every = self.params_of(len(prompts), params)
         copies: dict[int, SamplingParams] = {}  # copies by the identity of the user's object
         checked = []
-        for i, ((_, token_ids), given) in enumerate(zip(prompts, every, strict=True)):
+        for i, ((_, ids), given) in enumerate(zip(encoded, every, strict=True)):
             try:
                 if id(given) not in copies:
                     copies[id(given)] = given if is_checked else self.checks.copy_of(given)
-                checked.append(self.checks.checked(as_token_ids(token_ids), copies[id(given)]))
+                checked.append(self._checked(ids, copies[id(given)]))
             except RequestError as error:
                 raise RequestError(f"prompt {i}: {error}") from None
         try:
@@ -97,8 +103,20 @@ class InputProcessor:
                 self.checks.check_ids(f"prompt {i}: token id", ids)
         return [
             self.request(text, ids, resolved, i, given=given)
-            for i, ((text, given), (ids, resolved)) in enumerate(zip(prompts, checked, strict=True))
+            for i, ((text, given), (ids, resolved)) in enumerate(zip(encoded, checked, strict=True))
         ]
+
+    def _checked(self, given: Any, params: SamplingParams) -> tuple[np.ndarray, SamplingParams]:
+        """Token ids and parameters as ``Checks.checked`` returns them; unresolved, while the prompt's inputs load."""
+        ids = as_token_ids(given)
+        if not isinstance(given, Loading):
+            return self.checks.checked(ids, params)
+        counted = params.snapshot()  # each input counts as one token, at least
+        if params.max_tokens:  # cut here, because ``checked`` warns of it with the number of tokens
+            counted.max_tokens = max(1, min(params.max_tokens, self.config.max_model_len - len(ids)))
+        if len(self.checks.checked(ids, counted)[0]) < len(ids):
+            raise RequestError(CANNOT_CUT)
+        return ids, params
 
     @staticmethod
     def params_of(num_prompts: int, params: Params) -> list[SamplingParams]:
@@ -117,19 +135,39 @@ class InputProcessor:
 
         Args:
             readout: by default the one that its parameters ask for, if any.
-            given: what ``encode`` has made of the prompt; may be an ``Attachment``.
+            given: the result of ``encode``; may be a ``Loading`` or an ``Attachment``.
         """
+        request = Request(self._num_seqs, text, ids, params, self._tokenizer, index, readout)
+        self._take_inputs(request, given)
+        self._num_seqs += params.n
+        return request
+
+    def complete(self, request: Request) -> None:
+        """Give a request its loaded inputs. If one cannot be read, the request ends with the reason."""
+        loading, request.loading = request.loading, None
+        try:
+            given = loading.attachment()  # type: ignore[union-attr]
+            request.prompt_ids, request.params = self._checked(given, request.params)
+            self._take_inputs(request, given)
+            self.make_completions(request)  # here, because an error in ``queue`` ends every request
+        except BaseException as error:
+            request.failure, request.readout, request.attachment = ("error", str(as_request_error(error))), None, None
+
+    def _take_inputs(self, request: Request, given: Any) -> None:
+        """Set the inputs of a request besides tokens, and the readout that its parameters ask for."""
+        if isinstance(given, Loading):
+            request.loading = given
+            return
+        if isinstance(given, Attachment):
+            if len(request.prompt_ids) < len(given.token_ids):
+                raise RequestError(CANNOT_CUT)
+            request.attachment = given
         for wanted_by in READOUTS:
-            readout = readout or wanted_by(params, ids)
-        attachment = given if isinstance(given, Attachment) else None
-        if attachment is not None and len(ids) < len(attachment.token_ids):
-            raise RequestError(CANNOT_CUT)
-        request_id, self._num_seqs = self._num_seqs, self._num_seqs + params.n
-        return Request(request_id, text, ids, params, self._tokenizer, index, readout, attachment)
+            request.readout = request.readout or wanted_by(request.params, request.prompt_ids)
 
     def make_completions(self, request: Request) -> None:
-        """The sequences of a request that is to be queued, unless they are there."""
-        if request.completions:
+        """The sequences of a request, unless they are there or its inputs still load."""
+        if request.completions or request.loading is not None:
             return
         params, first_id, block_size = request.params, request.request_id, self.config.kvcache_block_size
         holds_back = params.min_tokens and not params.is_constrained  # a constrained request's mask holds them back

@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
+from functools import cached_property
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from nanovllm.core import Batch
 from nanovllm.engine.callers import DROPPED, Caller, collect
 from nanovllm.engine.guard import Guard, abandon, all_or_nothing
 from nanovllm.engine.input_processor import InputProcessor, Params
+from nanovllm.engine.loading import LoadingQueue
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
@@ -79,7 +81,7 @@ class LLMEngine:
         self._outputs = OutputProcessor(self._tokenizer, self._token_processors, scheduler.metrics)
         self._in_flight: deque[tuple[Batch, StepHandle]] = deque()  # steps whose tokens the host has not seen
         self._added = Caller(detokenize=False)  # requests of ``add_request``
-        self._callers: list[Caller] = []  # callers that want to be called between steps
+        self._callers: list[Caller | LoadingQueue] = []  # called between steps
         self._lock = RLock()  # held by the thread that uses the engine; see ``Guard``
         self._aborting = RLock()  # held by the thread that aborts abandoned requests
         self._is_changing = False  # whether an ``all_or_nothing`` method is running
@@ -107,7 +109,7 @@ class LLMEngine:
         if os.getpid() != self._owner:
             raise EngineError("this engine belongs to the process that was forked; make an LLM(...) in this one.")
 
-    def _require_ready(self) -> None:
+    def require_ready(self) -> None:
         """Raise EngineError where no request can run: shut down, asleep, or with weights that are half new."""
         self._require_running()
         self.model_runner.weights.require_ready()
@@ -120,19 +122,23 @@ class LLMEngine:
 
         Args:
             prompts: a string, a list of token ids, or ``{"prompt": ...}`` / ``{"prompt_token_ids": ...}``; or a list.
+                With images: ``{"prompt": ..., "multi_modal_data": {"image": image}}``, or a list of images, and a
+                placeholder for each in the text. An image is a PIL image, a numpy array uint8 [H, W, 3], bytes, a
+                data URL, or a path or URL that an option of ``LLM`` allows.
             sampling_params: one for all, or one for each prompt. Default ``get_default_sampling_params()``.
-            use_tqdm: show a progress bar; or what makes one, called like ``tqdm``.
+            use_tqdm: show a progress bar; or a function that makes one, called like ``tqdm``.
 
         Returns:
-            One ``RequestOutput`` for each prompt, in their order.
+            One ``RequestOutput`` for each prompt, in their order. Where an image cannot be read, its ``finish_reason``
+            is "error" and its ``stop_reason`` says why.
 
         Raises:
             RequestError: a prompt can never be served, or the counts differ; nothing was computed.
         """
         with Guard(self):
-            self._require_ready()
+            self.require_ready()
             params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-            requests = self._inputs.make_all(self._inputs.encode(as_prompts(prompts), 0, params), params)
+            requests = self._inputs.make_all(as_prompts(prompts), params)
             return collect(self, requests, Request.output, use_tqdm, desc="Generating")
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
@@ -142,14 +148,14 @@ class LLMEngine:
             RequestError: it can never be served; nothing was queued.
         """
         with Guard(self):
-            request = self._make(prompt, sampling_params)
-            self._queue([request], self._added)
+            request = self._make(prompt, sampling_params, waits=True)
+            self.queue([request], self._added)
         return request.request_id
 
-    def _make(self, prompt: Prompt, params: SamplingParams | None) -> Request:
-        self._require_ready()
+    def _make(self, prompt: Prompt, params: SamplingParams | None, waits: bool = False) -> Request:
+        self.require_ready()
         params = self.get_default_sampling_params() if params is None else params
-        return self._inputs.make(prompt, self._inputs.checks.copy_of(params))
+        return self._inputs.make(prompt, self._inputs.checks.copy_of(params), waits=waits)
 
     def abort(self, request_id: int | str) -> None:
         """Drop an unfinished request; unknown and finished ids are ignored."""
@@ -189,7 +195,7 @@ class LLMEngine:
         """
         with Guard(self):
             try:
-                num_tokens = self._advance()
+                num_tokens = self.advance()
             except BaseException:
                 self._added.is_dropped = False  # their caller learns it now
                 raise
@@ -197,7 +203,7 @@ class LLMEngine:
         return finished, num_tokens
 
     @all_or_nothing
-    def _advance(self) -> int:
+    def advance(self) -> int:
         """One step: schedule a batch, launch its forward pass, take in the tokens of the step before, let it sample.
 
         The host is one step ahead of the tokens it has seen; not on the CPU and in eager mode, where launches wait.
@@ -215,7 +221,7 @@ class LLMEngine:
             if self.model_runner.max_in_flight == 0:
                 done = self._take_in()
         for caller in self._callers:
-            caller.between_steps(is_idle=batch is None)
+            caller.between_steps(self, is_idle=batch is None and not done)
         return done
 
     def _take_in(self) -> int:
@@ -241,19 +247,34 @@ class LLMEngine:
         return handle
 
     @all_or_nothing
-    def _register(self, requests: list[Request], caller: Caller) -> None:
+    def register(self, requests: list[Request], caller: Caller) -> None:
         for request in requests:
             self._outputs.register(request, caller)
 
     @all_or_nothing
-    def _queue(self, requests: list[Request], caller: Caller) -> None:
-        """Make the sequences of requests and queue them."""
+    def queue(self, requests: list[Request], caller: Caller) -> None:
+        """Queue requests. One whose inputs still load is scheduled once they are loaded."""
         for request in requests:
             if request.caller is None:
                 self._outputs.register(request, caller)
-            self._inputs.make_completions(request)
-            for seq in self._outputs.queued(request):
-                self.scheduler.add(seq)
+            self._outputs.queued(request)
+            if request.has_inputs:
+                self._loading.add(request)
+            else:
+                self.schedule(request)
+
+    def schedule(self, request: Request) -> None:
+        """Make the sequences of a queued request, whose inputs are loaded, and hand them to the scheduler."""
+        if request.loading is not None:
+            self._inputs.complete(request)
+        self._inputs.make_completions(request)
+        for seq in self._outputs.begin(request):
+            self.scheduler.add(seq)
+
+    @cached_property
+    def _loading(self) -> LoadingQueue:
+        self._callers.append(queue := LoadingQueue(self._inputs.attachments.has_room))
+        return queue
 
     def _drop_all(self) -> None:
         """Drop everything that is queued, running or in flight.

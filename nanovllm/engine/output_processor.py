@@ -51,18 +51,22 @@ class OutputProcessor:
         # the caller's second: after an interrupt between them, ``abort`` must find in both what the caller holds
         self.unfinished[str(request.request_id)] = caller.unfinished[request.request_id] = request
 
-    def queued(self, request: Request) -> list[Sequence]:
-        """Take over the new sequences of a registered request; returns the sequences to schedule.
+    def queued(self, request: Request) -> None:
+        """A registered request is queued; its inputs may still load."""
+        request.num_unfinished = request.params.n
+        request.caller.num_queued += request.params.n
+        for seq_id in request.seq_ids:
+            self._requests[seq_id] = request
+
+    def begin(self, request: Request) -> list[Sequence]:
+        """Take over the new sequences of a queued request; returns the sequences to schedule.
 
         The others have nothing to compute and are finished at once.
         """
         completions, waiting, done = request.completions, list[Sequence](), list[Sequence]()
-        request.num_unfinished = len(completions)
         self.num_not_queued -= len(completions)
-        request.caller.num_queued += len(completions)
         completions[0].arrived_at = request.arrived_at
         for seq in completions:
-            self._requests[seq.seq_id] = request
             if seq.processor is not None:
                 self._processors[seq.seq_id] = seq.processor
             if seq.finish_reason is None and (seq.is_sampled or seq.readout is not None):
@@ -75,7 +79,7 @@ class OutputProcessor:
         return waiting
 
     def is_empty(self) -> bool:
-        """Whether every sequence that was queued is finished."""
+        """Whether every request that was queued is finished."""
         return not self._requests
 
     @property
@@ -168,7 +172,7 @@ class OutputProcessor:
         Lists of ids are made here, while the device works: a million ids take the host 30 ms.
         """
         for seq in seqs:
-            request = self._pop(seq)
+            request = self._pop(seq.seq_id)
             caller = request.caller
             if seq.finish_reason == "error":
                 logger.warning("request %d: %s", request.request_id, seq.stop_reason)
@@ -187,15 +191,15 @@ class OutputProcessor:
         self._forget(request)
         if not request.completions:
             self.num_not_queued -= request.params.n
-        unfinished = [seq for seq in request.completions if seq.seq_id in self._requests]
-        for seq in unfinished:
-            self._pop(seq)
-        return list(unfinished)
+        unfinished = [seq_id for seq_id in request.seq_ids if seq_id in self._requests]
+        for seq_id in unfinished:
+            self._pop(seq_id)
+        return [seq for seq in request.completions if seq.seq_id in unfinished]
 
-    def _pop(self, seq: Sequence) -> Request:
-        """Forget a sequence; returns its request."""
-        self._processors.pop(seq.seq_id, None)
-        request = self._requests.pop(seq.seq_id)
+    def _pop(self, seq_id: int) -> Request:
+        """Forget a queued sequence; returns its request."""
+        self._processors.pop(seq_id, None)
+        request = self._requests.pop(seq_id)
         request.caller.num_queued -= 1
         return request
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nanovllm.attachments import Attachment
+from nanovllm.attachments import Attachment, Loading
 from nanovllm.core import Sequence
 from nanovllm.engine.callers import Caller
 from nanovllm.engine.text.tokenizer import AsyncTokenizer, CompletionReasoning, done
@@ -58,10 +58,11 @@ class Request:
         prompt_ids: integers [num_prompt_tokens], a copy of the user's.
         index: the place of the prompt in its call.
         readout: results of the prompt besides tokens, or None.
-        attachment: inputs of the prompt besides tokens, or None.
+        loading: inputs of the prompt besides tokens, while they load; then ``prompt_ids`` has placeholders.
+        attachment: these inputs once they are loaded, or None.
         failure: finish and stop reason of a request that ends before it begins.
         completions: made when the request is queued; in the order of ``RequestOutput.outputs``.
-        num_unfinished: of them.
+        num_unfinished: completions of a queued request that are not finished.
     """
 
     request_id: int
@@ -71,12 +72,27 @@ class Request:
     tokenizer: AsyncTokenizer
     index: int = 0
     readout: Readout | None = None
+    loading: Loading | None = None
     attachment: Attachment | None = None
     failure: "tuple[FinishReason | None, str | None]" = (None, None)
     completions: list[Completion] = field(default_factory=list)
     num_unfinished: int = 0
     caller: Caller = None  # type: ignore[assignment]  # until it is registered
     arrived_at: float = 0.0  # perf_counter, in seconds
+
+    @property
+    def seq_ids(self) -> range:
+        return range(self.request_id, self.request_id + self.params.n)
+
+    @property
+    def has_inputs(self) -> bool:
+        """Whether the prompt has inputs besides tokens."""
+        return self.loading is not None or self.attachment is not None
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether a registered request waits or runs: it is neither finished nor aborted nor dropped."""
+        return self.request_id in self.caller.unfinished
 
     @property
     def has_text(self) -> bool:

@@ -129,6 +129,8 @@ class Scheduler:
         self.admission.begin()
         while budget > 0 and self.waiting:
             seq = self.waiting[0]
+            if seq.req_idx < 0 and not blocks.is_ready(seq):
+                break
             num_reserved = self.admission.reserve(seq)
             if seq.req_idx < 0:
                 if not self._admit(seq, num_reserved):

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from nanovllm.attachments import Attachments
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.hybrid.block_manager import HybridBlockManager
@@ -33,15 +34,13 @@ READOUTS: tuple[Callable[[SamplingParams, np.ndarray], Readout | None], ...] = (
     PromptLogprobs.wanted_by,
 )  # fmt: skip
 
-# Makes an ``Attachment`` of a prompt that holds more than tokens: ``takes(prompt)``, ``encode(prompt)``.
-ATTACHMENTS: tuple[Callable[[Config, AsyncTokenizer], Any], ...] = (
+ATTACHMENTS: tuple[Callable[[Config, AsyncTokenizer], Attachments | None], ...] = (
     make_images,
 )  # fmt: skip
 
 
-def make_attachments(config: Config, tokenizer: AsyncTokenizer) -> Any:
-    """The first that this model has; None: prompts are tokens."""
-    return next((each for make in ATTACHMENTS if (each := make(config, tokenizer)) is not None), None)
+def make_attachments(config: Config, tokenizer: AsyncTokenizer) -> Attachments:
+    return next((each for make in ATTACHMENTS if (each := make(config, tokenizer)) is not None), Attachments())
 
 
 def make_scheduler(config: Config, num_blocks: int, eos_token_ids: Iterable[int], facts: dict[str, Any]) -> Scheduler:

@@ -12,17 +12,17 @@ class ImageRows:
 
     Attributes:
         digest: of the contents.
-        image: its pixels, on rank 0 alone.
+        pixels: tensors that the tower takes, on the CPU; on rank 0 alone.
     """
 
     digest: bytes
     num_tokens: int
     start: int
     stop: int
-    image: Any = None
+    pixels: dict[str, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "image": None}
+        return {**vars(self), "pixels": None}
 
     def __len__(self) -> int:
         return self.stop - self.start

@@ -138,7 +138,7 @@ class VisionPart(Part):
         known, device = self._cut, self._rank.device
         new = {each.digest: each for each in rows if each.digest not in known}
         for group in groups(list(new.values()), self._most_tokens):
-            taken = (each.image.take_pixels() for each in group)
+            taken: Iterator[Any] = (each.pixels for each in group)
             pixels = [{name: x.to(device, non_blocking=True) for name, x in each.items()} for each in taken]
             features = tower(pixels).split([each.num_tokens for each in group])
             known |= {each.digest: of_one for each, of_one in zip(group, features, strict=True)}

@@ -59,7 +59,7 @@ class Chat(LLMEngine):
         }
         given = {name: value for name, value in arguments.items() if value is not None}
         options = {**(chat_template_kwargs or {}), **template_variables, **given}
-        self._require_ready()
+        self.require_ready()
         prompts = self.chat_prompts(conversations, sampling_params or SamplingParams(), **options)
         return self.generate(prompts, sampling_params, use_tqdm)
 
@@ -73,28 +73,16 @@ class Chat(LLMEngine):
             **options: of ``apply_chat_template``, by default ``add_generation_prompt=True``.
         """
         options.setdefault("add_generation_prompt", not options.get("continue_final_message"))
-        split = [self.split_parts(conversation) for conversation in as_conversations(conversations)]
-        rendered = self._tokenizer.apply_chat_templates([talk for talk, _ in split], self.placeholder, **options)
-        texts = [self.place_parts(text, others) for text, (_, others) in zip(rendered, split, strict=True)]
+        images = self._inputs.attachments
+        split = [images.split(conversation) for conversation in as_conversations(conversations)]
+        rendered = self._tokenizer.apply_chat_templates([talk for talk, _ in split], images.placeholder, **options)
+        texts = [images.placed(text) if others else text for text, (_, others) in zip(rendered, split, strict=True)]
         encoded = zip(texts, self.tokenize(texts, False, sampling_params), split, strict=True)
         return [{"prompt": text, "prompt_token_ids": ids, **others} for text, ids, (_, others) in encoded]
 
-    def split_parts(self, conversation: Conversation) -> tuple[Conversation, dict[str, Any]]:
-        """A conversation for the chat template, and the keys of a prompt that hold its parts besides text."""
-        return conversation, {}
-
     def load_parts(self, prompt: Prompt) -> Prompt:
-        """A prompt that is to be used several times, with its parts besides text loaded; raises RequestError."""
-        return prompt
-
-    @property
-    def placeholder(self) -> str:
-        """The text of a part besides text, for templates that take strings; "" where there are none."""
-        return ""
-
-    def place_parts(self, text: str, others: dict[str, Any]) -> str:
-        """A conversation as text, with all that a tokenizer needs around the places of its other parts."""
-        return text
+        """A prompt that is to be used several times, with its images loaded; raises RequestError."""
+        return self._inputs.attachments.loaded(prompt)
 
     @property
     def tokenizer(self) -> Any:
@@ -132,7 +120,7 @@ class Chat(LLMEngine):
         ``add_generation_prompt``, ``continue_final_message``, ``chat_template_content_format`` as in ``chat``; any
         thread may call it."""
         (conversation,) = as_conversations([conversation])
-        return self._tokenizer.apply_chat_template(conversation, self.placeholder, **options)
+        return self._tokenizer.apply_chat_template(conversation, self._inputs.attachments.placeholder, **options)
 
     def tokenize(self, texts: str | ListLike[str], add_special_tokens: bool = True,
                  sampling_params: Params = None) -> list[list[int]]:

@@ -141,7 +141,7 @@ class Pooling(LLMEngine):
                                    "not the same twice.")  # fmt: skip
             token_ids = [ids[0] for ids in encoded]
         with Guard(self):
-            self._require_ready()
+            self.require_ready()
             from nanovllm.runner.readers.pooled_state import head_rows  # imports torch, as the runner has by now
 
             weight = self.model_runner.call("on_model", head_rows, token_ids)
@@ -153,7 +153,7 @@ class Pooling(LLMEngine):
               make: Callable[[Any], Any], texts: Texts = Texts()) -> list[PoolingRequestOutput]:
         """``make`` of the pooled hidden state, fp32 [C], of each prompt."""
         with Guard(self):
-            self._require_ready()
+            self.require_ready()
             requests = make_pooling(self._inputs, prompts, kind, texts)
             return collect(self, [], partial(pooled_output, make), use_tqdm, requests, len(prompts), desc)
 

@@ -45,7 +45,7 @@ class Scoring(LLMEngine):
         if len(starts) != len(lists):
             raise RequestError(f"{len(lists)} lists but {len(starts)} starts; give one, or one for each list.")
         with Guard(self):
-            self._require_ready()
+            self.require_ready()
             requests = make_scoring(self._inputs, lists, starts)
             return collect(self, requests, scored, use_tqdm, desc="Scoring")
 
@@ -67,7 +67,7 @@ class Scoring(LLMEngine):
         """
         prompts = as_prompts(texts)
         with Guard(self):
-            self._require_ready()
+            self.require_ready()
             requests = make_perplexity(self._inputs, prompts)
             return collect(self, [], perplexity_of, use_tqdm, requests, len(prompts), desc="Scoring")
 

@@ -38,12 +38,12 @@ class Streaming(LLMEngine):
             RequestError: a prompt can never be served, and there is no ``on_error``; the others of this call are
                 aborted.
         """
-        self._require_ready()
+        self.require_ready()
         copy_of = self._inputs.checks.copy_of
         default = copy_of(self.get_default_sampling_params() if sampling_params is None else sampling_params)
         if is_one_prompt(prompts):
             with Guard(self):
-                request = self._inputs.make(prompts, default)  # type: ignore[arg-type]
+                request = self._inputs.make(prompts, default, waits=True)  # type: ignore[arg-type]
             deltas: DeltaStream | None = None
             with closing(run(self, [request])) as steps:  # otherwise Python 3.12.3 leaves it open
                 for _ in steps:
@@ -59,7 +59,8 @@ class Streaming(LLMEngine):
                 is_pair = isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], SamplingParams)
                 prompt, params = item if is_pair else (item, None)
                 try:
-                    request = self._begin(prompt, default if params is None else copy_of(params), index)
+                    request = self._inputs.make(prompt, default if params is None else copy_of(params), index)
+                    self._inputs.make_completions(request)  # a failure in ``queue`` would fail every request
                 except BaseException as error:
                     refused = as_request_error(error)
                     if on_error is None:
@@ -68,43 +69,35 @@ class Streaming(LLMEngine):
                 else:
                     yield request
 
-        with closing(run(self, [], self._in_turn(requests()))) as steps:
+        with closing(run(self, [], requests())) as steps:
             for _, finished in steps:
                 for request in finished:
                     yield request.output()
 
-    def _begin(self, prompt: Prompt, params: SamplingParams, index: int) -> Any:
-        """Make a request of a prompt, or a draft that ``_in_turn`` completes; raises RequestError."""
-        request = self._inputs.make(prompt, params, index)
-        self._inputs.make_completions(request)  # a failure in ``_queue`` would be everybody's
-        return request
-
-    def _in_turn(self, requests: Iterable[Any]) -> Iterable[Any]:
-        """Requests, where ``_begin`` may have made drafts; None: the next one is not ready."""
-        return requests
-
     def submit(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestFuture:
-        """Queue one prompt; return a ``concurrent.futures.Future`` of its ``RequestOutput``.
+        """Queue one prompt; return a ``concurrent.futures.Future`` of its ``RequestOutput``. It waits for no image.
 
         The engine has no thread of its own: the request advances whenever somebody steps the engine, by any method, or
         asks the future for its ``result()``; not by ``as_completed``, ``wait`` or asyncio alone. Its ``cancel()``
         aborts it. Like every method, this one is for one thread at a time; ``EngineThread`` is for others.
 
         Raises:
-            RequestError: it can never be served; nothing was queued.
+            RequestError: it can never be served; nothing was queued. If an image cannot be read, the output says so.
         """
         with Guard(self):
             request = self._make(prompt, sampling_params)
             self._inputs.make_completions(request)  # as in ``stream``
             future = self._submitted.futures[request.request_id] = RequestFuture(self, request)
-            self._queue([request], self._submitted)
+            self.queue([request], self._submitted)
         return future
 
     def is_finished(self) -> bool:
         """Whether every queued request is reported, finished or dropped, and every future resolved; a surplus launch
         may still run.
         """
-        return super().is_finished() and not any(caller.finished for caller in self._callers)
+        return super().is_finished() and not any(
+            caller.finished for caller in self._callers if isinstance(caller, Submitted)
+        )
 
     @cached_property
     def _submitted(self) -> Submitted:

@@ -107,5 +107,5 @@ class WeightVerbs(LLMEngine):
         """Whether all requests are finished; futures that wait for nothing but their text are resolved first."""
         if self._outputs.is_empty():
             for caller in self._callers:
-                caller.between_steps(is_idle=True)
+                caller.between_steps(self, is_idle=True)
         return self.is_finished()

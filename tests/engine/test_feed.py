@@ -66,7 +66,7 @@ def launches_of(seed, at_once, least):
     harness = Harness(in_flight, caching, 2, 12, seats, rng.randint(1, 12), 16)
     engine, prompts, every = harness.engine, [], []
     for _ in range(rng.randint(1, 14)):
-        prompts.append((None, [rng.randint(1, 2) for _ in range(rng.randint(1, 8))]))
+        prompts.append([rng.randint(1, 2) for _ in range(rng.randint(1, 8))])
         n, max_tokens = rng.choice([1, 1, 2, 3]), rng.choice([least, 1, 2, 5, 8])
         every.append(SamplingParams(n=n, max_tokens=max_tokens, ignore_eos=rng.random() < 0.5))
     requests = engine._inputs.make_all(prompts, every)

@@ -82,7 +82,7 @@ def test_edited_after_submission(small_llm):
 def test_equal_parameters_share_a_snapshot(small_llm):
     """Equal in values and types: True was taken for the 1 of the request before. None is the caller's object."""
     every = [SamplingParams(max_tokens=1, stop_token_ids=[7]) for _ in range(3)] + [SamplingParams(max_tokens=2)]
-    requests = small_llm._inputs.make_all([(None, [5])] * 4, every)
+    requests = small_llm._inputs.make_all([[5]] * 4, every)
     first, *others = [request.params for request in requests]
     assert [params is first for params in others] == [True, True, False]
     assert first == every[0] and first is not every[0] and others[2].max_tokens == 2

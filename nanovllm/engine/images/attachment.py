@@ -12,7 +12,7 @@ from nanovllm.messages.images import ImagePart, ImageRows
 from nanovllm.models.vision import VisionConfig
 
 if TYPE_CHECKING:
-    from nanovllm.engine.images.loading import Image
+    from nanovllm.engine.images.loading import Image, Pixels
 
 
 class Images(Attachment):
@@ -42,6 +42,7 @@ class Images(Attachment):
         elif num_placeholders < sum(sizes):
             raise wrong_count(vision, num_placeholders, len(images))
         self._vision, self._images, self.prompt_ids = vision, images, prompt_ids
+        self._pixels: list[Pixels | None] = [None] * len(images)  # pixels of images that wait for the tower
         is_image = prompt_ids == vision.image_token_id
         is_image &= np.cumsum(is_image) <= sum(sizes)  # the model may have sampled the id after the images
         self._first_rows = np.append(0, np.cumsum(sizes))  # first row of each image, among the tokens of images
@@ -50,6 +51,14 @@ class Images(Attachment):
         if images:
             self.token_ids[is_image] = np.concatenate([content_ids(image.digest, image.num_tokens) for image in images])
         self._positions = vision.positions(is_image, [image.grid for image in images]) if vision.section else None
+
+    def is_ready(self, start: int) -> bool:
+        """Whether the pixels of images from token ``start`` on are in memory; begins to load those that are not."""
+        first = self._row[min(start, len(self.token_ids))]
+        for i, (image, end) in enumerate(zip(self._images, self._first_rows[1:], strict=True)):
+            if end > first and self._pixels[i] is None:
+                self._pixels[i] = image.pixels_if_loaded()
+        return all(x is not None for x, end in zip(self._pixels, self._first_rows[1:], strict=True) if end > first)
 
     def chunk_end(self, start: int, stop: int) -> int:
         if not self._vision.num_whole:
@@ -63,10 +72,15 @@ class Images(Attachment):
         length = len(self.token_ids)
         first, last = self._row[min(start, length)], self._row[min(stop, length)]
         rows = []
-        for image, begin, end in zip(self._images, self._first_rows, self._first_rows[1:], strict=False):
+        for i, image in enumerate(self._images):
+            begin, end = self._first_rows[i : i + 2]
             if begin < last and end > first:
+                pixels = self._pixels[i]
+                assert pixels is not None, "is_ready was false"
                 of_image = int(max(first - begin, 0)), int(min(last, end) - begin)
-                rows.append(ImageRows(image.digest, image.num_tokens, *of_image, image))
+                rows.append(ImageRows(image.digest, image.num_tokens, *of_image, pixels.tensors))
+                if end <= last:  # after a preemption they are loaded again
+                    self._pixels[i] = image.pixels = None
         if self._positions is None:
             return ImagePart(tuple(rows), None, 0) if rows else None
         shift = int(self._positions[:, -1].max()) + 1 - length

@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Union
 
+from nanovllm.attachments import Attachments
 from nanovllm.config import Config
-from nanovllm.engine.text.chat_templates import is_empty
+from nanovllm.engine.images.messages import image_types
+from nanovllm.engine.text.chat_templates import NOT_TEXT, is_empty
 from nanovllm.engine.text.prompts import split_prompt
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.errors import CheckpointError, RequestError
@@ -38,16 +40,22 @@ def options_of(kwargs: Any) -> dict[str, Any]:
     return {name: value for name, value in (kwargs or {}).items() if value is not None and name not in NEUTRAL}
 
 
-class Refusal:
+class Refusal(Attachments):
     """Refuses prompts with images."""
-
-    takes = staticmethod(has_keys)
 
     def __init__(self, reason: str):
         self._reason = reason
 
     def __str__(self) -> str:
         return f"this engine takes no images: {self._reason}."
+
+    def takes(self, prompt: Any) -> bool:
+        return has_keys(prompt)
+
+    def split(self, conversation: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        for kind in image_types(conversation):
+            raise RequestError(f"{NOT_TEXT.format(kind=repr(kind))} Note that {self}")
+        return conversation, {}
 
     def encode(self, prompt: Mapping[str, Any]) -> tuple[str | None, Any]:
         given = [key for key, read in zip(KEYS, (data_of, options_of), strict=True) if read(prompt.get(key))]

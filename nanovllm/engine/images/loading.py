@@ -1,32 +1,33 @@
 """Images of prompts, from their source to the pixels that the tower takes, on threads.
 
 Owns the checkpoint's image processor, which is transformers', and the pixels that wait for the tower: at most
-``MAX_PIXEL_BYTES`` of them. Beyond, and after a preemption, an image is processed again from its source.
+``max_pixel_gib``, and those of the next prompt. Where they were dropped, because there was no room or because a request
+was preempted, an image is processed again from its source while the request waits.
 """
 
 import hashlib
 import json
 import math
-import os
 import sys
 import threading
 import weakref
-from collections import OrderedDict
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from nanovllm.attachments import Attachments, Loading
 from nanovllm.config import Config
 from nanovllm.engine.images.attachment import Images, wrong_count
 from nanovllm.engine.images.decoding import open_image
 from nanovllm.engine.images.factory import KEYS, data_of, has_keys, options_of
 from nanovllm.engine.images.fetching import end_all
-from nanovllm.engine.images.messages import SizedImage
+from nanovllm.engine.images.messages import SizedImage, take_images
 from nanovllm.engine.images.sources import Permissions, name_of, read_source
+from nanovllm.engine.loading import NUM_THREADS
 from nanovllm.engine.text.prompts import as_token_ids, split_prompt
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.errors import CheckpointError, ConfigError, RequestError, as_request_error
@@ -34,9 +35,7 @@ from nanovllm.models.vision import VisionConfig
 from nanovllm.utils.checkpoint import LOADING_LOCK
 from nanovllm.validation import did_you_mean
 
-MAX_PIXEL_BYTES = 2 << 30
 NO_LIMIT = 999  # images in a prompt
-NUM_THREADS = min(16, os.cpu_count() or 1)
 SIDES = ("resized_height", "resized_width")  # size of an image in pixels
 MAX_PROCESSORS = 64  # processors that are kept, each with different options
 EXECUTORS: "weakref.WeakSet[ThreadPoolExecutor]" = weakref.WeakSet()  # executors of all engines
@@ -52,10 +51,20 @@ def _end() -> None:
 threading._register_atexit(_end)  # type: ignore[attr-defined]  # before executors are joined, which were imported above
 
 
+class Pixels:
+    """The tensors of one image that the tower takes, by name, on the CPU; they count while they are referenced."""
+
+    def __init__(self, loader: "ImageLoader", tensors: dict[str, Any]):
+        self.tensors, num_bytes = tensors, sum(tensor.nbytes for tensor in tensors.values())
+        loader.count(num_bytes)
+        weakref.finalize(self, loader.count, -num_bytes)
+
+
 class Image:
     """One image of a prompt; its source is kept until the request is finished.
 
     Attributes:
+        pixels: None if they were dropped, or while they load again.
         digest: of the contents and of the options of the processor.
         grid: frames, rows and columns of patches.
         num_tokens: of the language model.
@@ -70,17 +79,53 @@ class Image:
         contents = source if isinstance(source, bytes) else b"%r" % (image.size,) + image.tobytes()
         name = json.dumps([options, self.grid.tolist()], sort_keys=True, default=str)
         self.digest = hashlib.blake2b(contents, digest_size=16, key=hashlib.md5(name.encode()).digest()).digest()
-        self._key = object()
-        loader.keep(self._key, pixels)
-        weakref.finalize(self, loader.let_go, self._key)  # if no tower took the pixels: the prefix cache had the image
+        self.pixels = loader.keep(pixels)
+        self._again: Future[Pixels] | None = None
 
-    def take_pixels(self) -> dict[str, Any]:
-        """The tensors that the tower takes, on the CPU; they are kept no longer."""
-        pixels = self._loader.let_go(self._key)
-        return self._loader.process(open_image(self._source), self._options) if pixels is None else pixels
+    def pixels_if_loaded(self) -> Pixels | None:
+        """The pixels; None while they load again, which this begins."""
+        if self.pixels is None:
+            self._again = self._again or self._loader.threads.submit(self._process_again)
+            if self._again.done():
+                self.pixels, self._again = self._again.result(), None
+        return self.pixels
+
+    def _process_again(self) -> Pixels:
+        return Pixels(self._loader, self._loader.process(open_image(self._source), self._options))
 
 
-class ImageLoader:
+class LoadingImages(Loading):
+    """The images of one prompt. ``options``: of the image processor."""
+
+    def __init__(self, loader: "ImageLoader", prompt_ids: np.ndarray, sources: list[Any], options: dict[str, Any]):
+        self._loader, self._sources, self._options = loader, sources, options
+        self.prompt_ids, self.num_inputs = prompt_ids, len(sources)
+        self._images: list[Future[Image]] = []
+
+    def begin(self) -> None:
+        load, threads = self._loader.load, self._loader.threads
+        self._images = self._images or [threads.submit(load, source, self._options) for source in self._sources]
+
+    def is_ready(self, timeout_s: float) -> bool:
+        return not wait(self._images, timeout_s).not_done
+
+    def images(self) -> list[Image]:
+        """The images, once they are loaded; raises RequestError for one that cannot be read."""
+        self.begin()
+        found = []
+        for i, image in enumerate(self._images):
+            try:
+                found.append(image.result())
+            except BaseException as error:
+                refused = as_request_error(error)
+                raise RequestError(f"image {i}: {refused}" if len(self._images) > 1 else str(refused)) from None
+        return found
+
+    def attachment(self) -> Images:
+        return Images(self._loader.vision, self.prompt_ids, self.images(), self._loader.layout)
+
+
+class ImageLoader(Attachments):
     """Makes the images of prompts; one per engine.
 
     Args:
@@ -91,15 +136,15 @@ class ImageLoader:
 
     def __init__(self, vision: VisionConfig, config: Config, tokenizer: AsyncTokenizer):
         self.vision, self._model_path, self._tokenizer = vision, config.model_path, tokenizer
+        self.placeholder = vision.family.text
         path, domains = config.allowed_local_media_path, tuple(map(str.lower, config.allowed_media_domains or ()))
         self.permissions = Permissions(Path(path).resolve() if path else None, domains)
         self._limit = (config.limit_mm_per_prompt or {}).get("image", NO_LIMIT)
         self._options = options = {**vision.processor_options, **options_of(config.mm_processor_kwargs)}
         self.threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="nanovllm-images")
         EXECUTORS.add(self.threads)
-        self.num_bytes = 0  # size of the waiting pixels
-        self._waiting: OrderedDict[object, dict[str, Any]] = OrderedDict()
-        self._lock = threading.RLock()  # reentrant: garbage collection may let go of pixels in a thread that holds it
+        self.max_bytes, self.num_bytes = int(config.max_pixel_gib * 2**30), 0  # bytes of ``Pixels``
+        self._lock = threading.RLock()  # reentrant: garbage collection may drop pixels in a thread that holds it
         self._processors: dict[str, Any] = {}  # processors by their options
         self._processor({}, CheckpointError)
         self._processor(options, ConfigError)
@@ -121,13 +166,26 @@ class ImageLoader:
         has_placeholder = isinstance(text, str) and self._placeholder != "" and self._placeholder in text
         return has_placeholder or has_keys(prompt)
 
-    def encode(self, prompt: Any) -> tuple[str | None, Images]:
-        """The text of a prompt with images, and the attachment; raises RequestError. Waits for the images."""
-        text, ids, given = self.begin(prompt)
-        return text, self.finish(ids, self.load(*given))
+    def split(self, conversation: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        messages, images = take_images(list(conversation))
+        return messages, {"multi_modal_data": {"image": images}} if images else {}
 
-    def begin(self, prompt: Any) -> tuple[str | None, np.ndarray, tuple[list[Any], dict[str, Any]]]:
-        """Check the form of a prompt, and tokenize it: its text and ids, and the arguments of ``load``."""
+    def placed(self, text: str) -> str:
+        return self.vision.placed(text)
+
+    def loaded(self, prompt: Any) -> Any:
+        if not self.takes(prompt):
+            return prompt
+        text, loading = self.encode(prompt)
+        loading.attachment()  # checks the number of placeholders
+        images = {"image": loading.images()}
+        return {"prompt": text, "prompt_token_ids": loading.prompt_ids, "multi_modal_data": images}
+
+    def has_room(self) -> bool:
+        return self.num_bytes < self.max_bytes // 2
+
+    def encode(self, prompt: Any) -> tuple[str | None, LoadingImages]:
+        """Check the form of a prompt, and tokenize it."""
         prompt = {"prompt": prompt} if isinstance(prompt, str) else prompt
         text, ids = split_prompt({key: prompt[key] for key in prompt if key not in KEYS})
         if ids is None:
@@ -144,22 +202,11 @@ class ImageLoader:
         # the placeholder ids outnumber the images: one for each token of an image, and others that the model sampled
         if num_placeholders != len(sources) and (num_placeholders < len(sources) or not sources):
             raise wrong_count(self.vision, num_placeholders, len(sources))
-        return text, ids, (sources, options)
+        return text, LoadingImages(self, ids, sources, options)
 
-    def load(self, sources: list[Any], options: dict[str, Any]) -> "list[Future[Image]]":
-        """Begin to load images, on threads."""
-        return [self.threads.submit(self._load, source, options) for source in sources]
-
-    def finish(self, ids: np.ndarray, images: "list[Future[Image]]") -> Images:
-        """The attachment; waits for the images. Raises RequestError for one that cannot be read."""
-        found = []
-        for i, image in enumerate(images):
-            try:
-                found.append(image.result())
-            except BaseException as error:
-                refused = as_request_error(error)
-                raise RequestError(f"image {i}: {refused}" if len(images) > 1 else str(refused)) from None
-        return Images(self.vision, ids, found, lambda grid: self.vision.layout(grid, self._marks))
+    def layout(self, grid: np.ndarray) -> np.ndarray:
+        """The ids that take the place of an image's placeholder."""
+        return self.vision.layout(grid, self._marks)
 
     @property
     def _bounds(self) -> dict[str, int]:
@@ -176,7 +223,8 @@ class ImageLoader:
             raise RequestError(f"the tokenizer lacks {' or '.join(marks)}, so images have no place in a prompt.")
         return ids
 
-    def _load(self, source: Any, options: dict[str, Any]) -> Image:
+    def load(self, source: Any, options: dict[str, Any]) -> Image:
+        """Read and process an image, on a thread; raises RequestError."""
         if isinstance(source, SizedImage):
             source, options = source.source, {**options, **source.options}
         if isinstance(source, Image):
@@ -226,19 +274,16 @@ class ImageLoader:
         except Exception as error:  # the processor rejects such sizes
             raise RequestError(f"the image processor cannot take this image: {error!s:.300}") from None
 
-    def keep(self, key: object, pixels: dict[str, Any]) -> None:
-        """Keep pixels for the tower, and drop the oldest beyond ``MAX_PIXEL_BYTES``."""
+    def keep(self, pixels: dict[str, Any]) -> Pixels | None:
+        """The pixels; None if there is no room for them."""
         with self._lock:
-            self._waiting[key] = pixels
-            self.num_bytes += _num_bytes(pixels)
-            while self.num_bytes > MAX_PIXEL_BYTES and len(self._waiting) > 1:
-                self.num_bytes -= _num_bytes(self._waiting.popitem(last=False)[1])
+            fit = self.num_bytes + sum(tensor.nbytes for tensor in pixels.values()) <= self.max_bytes
+            return Pixels(self, pixels) if fit else None
 
-    def let_go(self, key: object) -> dict[str, Any] | None:
+    def count(self, num_bytes: int) -> None:
+        """Pixels of this size come into memory or, with a negative size, leave it."""
         with self._lock:
-            pixels = self._waiting.pop(key, None)
-            self.num_bytes -= 0 if pixels is None else _num_bytes(pixels)
-            return pixels
+            self.num_bytes += num_bytes
 
     def _processor(self, options: dict[str, Any], kind: type[Exception]) -> Any:
         """transformers' image processor of the checkpoint with these options; it keeps the size of a resized image."""
@@ -280,7 +325,3 @@ def make_processor(model_path: str, options: dict[str, Any]) -> Any:
         if name not in known:
             raise TypeError(f"the image processor has no option {name!r}.{did_you_mean(name, known)}")
     return processor
-
-
-def _num_bytes(pixels: dict[str, Any]) -> int:
-    return sum(tensor.nbytes for tensor in pixels.values())
