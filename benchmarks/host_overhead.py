@@ -117,18 +117,18 @@ def steady(batch: int, num_steps: int) -> dict[str, float]:
         prompt = (100, 1024) if batch < 1024 else (50, 256)
         add_requests(llm, batch, prompt, (2 * num_steps + 100, 2 * num_steps + 100))
         while llm.scheduler.waiting:
-            llm._advance()
+            llm.advance()
         for _ in range(20):
-            llm._advance()
+            llm.advance()
         changes = Changes(llm)
         start = thread_time()
         for _ in range(num_steps):
-            llm._advance()
+            llm.advance()
         step_us = (thread_time() - start) * 1e6 / num_steps
         changed = changes.changed / num_steps
         with Timeline(llm).recording() as timeline:  # the parts, in further steps
             for _ in range(num_steps):
-                llm._advance()
+                llm.advance()
         us = {part: median(step.host_us(part) for step in timeline.steps) for part in PARTS}
     return {
         "batch": batch,
@@ -148,11 +148,11 @@ def churn(batch: int, step_us: float) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as directory, make_engine(batch, directory) as llm:
         add_requests(llm, 2 * batch, (100, 400), (100, 400))
         while llm.scheduler.table.free_req_indices:
-            llm._advance()
+            llm.advance()
         changes = Changes(llm)
         while not llm.scheduler.is_finished() or llm._in_flight:
             before, start = changes.changed, thread_time()
-            llm._advance()
+            llm.advance()
             spent_us = (thread_time() - start) * 1e6
             if isinstance(changes.scheduled, DecodeBatch):
                 decode_us += spent_us

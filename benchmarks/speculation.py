@@ -195,10 +195,10 @@ def host(batch: int = 8, num_steps: int = 300, length: int = 3) -> dict[str, flo
             for i in range(batch):
                 llm.add_request([1000 + 10 * i + j for j in range(4)] * 150, params)
             while sampler.num_steps < 20:
-                llm._advance()
+                llm.advance()
             first, start = sampler.num_steps, thread_time()
             while sampler.num_steps < first + num_steps:
-                llm._advance()
+                llm.advance()
             step_us = (thread_time() - start) * 1e6 / num_steps
             metrics = llm.metrics()
     accepted = metrics["spec_decode_num_accepted_tokens"] / metrics["spec_decode_num_drafts"]

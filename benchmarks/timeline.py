@@ -88,7 +88,7 @@ class Timeline:
             *((launcher, "run", self._launch(launcher.run)) for launcher in runner.launchers),
             (runner, "sample", self._sample(runner.sample)),
             (scheduler, "postprocess", self._postprocess(scheduler.postprocess)),
-            (engine, "_advance", self._loop(engine._advance)),
+            (engine, "advance", self._loop(engine.advance)),
         ]
         wait = StepHandle.wait
         self._zero = perf_counter_ns()

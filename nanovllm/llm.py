@@ -1,5 +1,6 @@
 """``LLM``: the engine with the methods that people call, each in a mixin of its subject."""
 
+import gc
 from collections.abc import Sequence as ListLike
 from typing import Any
 
@@ -7,10 +8,11 @@ from nanovllm.config import Config
 from nanovllm.contrib.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from nanovllm.engine.callers import collect
 from nanovllm.engine.guard import Guard
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Request
 from nanovllm.engine.text.prompts import Prompt, as_prompts, is_one_prompt
+from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.outputs import RequestOutput
+from nanovllm.runner.worker import start_runner
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.verbs.arguments import refuses_unknown_keywords
 from nanovllm.verbs.chat import Chat
@@ -22,6 +24,20 @@ from nanovllm.verbs.weights import WeightVerbs
 __all__ = ["LLM", "Prompt", "is_one_prompt"]
 
 
+DOCS = """The engine with its methods for requests.
+
+    Args:
+        model: a local directory, a hub id such as "Qwen/Qwen3-0.6B", or None for the bundled demo model.
+        **options: see ``nanovllm.config.Config``.
+
+    Raises:
+        ConfigError, CheckpointError, OutOfMemoryError: an option, the model's files or the memory at hand forbid it.
+        WorkerError: a tensor-parallel rank failed. Any method may raise it; the engine is then shut down.
+
+    Use it as a context manager, or call ``exit()``, to free the device's memory at a time of your choice.
+    """
+
+
 @refuses_unknown_keywords
 class LLM(
     Chat,
@@ -30,7 +46,18 @@ class LLM(
     Pooling,
     WeightVerbs,
 ):
-    __doc__ = f"{LLMEngine.__doc__}\n    {Config.__doc__}"  # ``help`` shows the options, too
+    __doc__ = f"{DOCS}\n    {Config.__doc__}"  # ``help`` shows the options, too
+
+    def __init__(self, model: str | None = None, **options: Any):
+        config = Config.from_options(model, options)
+        with Guard():
+            tokenizer = AsyncTokenizer(config.tokenizer_path, config.skip_tokenizer_init, config.trust_remote_code)
+            runner = start_runner(config)  # its config's max_num_seqs is what memory has room for
+            from nanovllm.runner.device import translate_oom  # imports torch, as the runner has by now
+
+            with translate_oom():
+                super().__init__(runner.config, runner, tokenizer)
+        gc.collect()  # full collections were off during the start; one here spares the first call
 
     def beam_search(self, prompts: Prompt | ListLike[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """Search the most probable completions with a beam; see ``BeamSearchParams``."""

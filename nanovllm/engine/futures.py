@@ -6,7 +6,7 @@ from time import monotonic
 from typing import Any
 
 from nanovllm.engine.callers import Caller
-from nanovllm.engine.guard import Guard, abandon, release
+from nanovllm.engine.guard import Guard, InUseError, abandon
 from nanovllm.engine.request import Request
 from nanovllm.engine.stream import DeltaStream
 from nanovllm.errors import EngineError
@@ -49,9 +49,9 @@ class RequestFuture(Future[RequestOutput]):
         Any thread may call it; a step that another thread takes goes on, and still computes the request.
         """
         engine = self._engine()
-        if engine is None or not engine._finalizer.alive:
+        if engine is None or not engine.is_running:
             return super().cancel()
-        engine._token_processors.require_outside()
+        engine.token_processors.require_outside()
         caller: Any = self._request.caller
         if self._request.num_unfinished == 0 or caller.futures.pop(self.request_id, None) is None:
             return self.cancelled()
@@ -85,14 +85,11 @@ class RequestFuture(Future[RequestOutput]):
             engine = self._engine()
             if engine is None:
                 raise EngineError("the engine of this request is gone.")
-            if not engine._lock.acquire(blocking=False):  # another thread is stepping the engine
-                wait([self], min(POLL_S, end - monotonic()))
-                continue
             try:
                 with Guard(engine):
                     engine.advance()
-            finally:
-                release(engine)
+            except InUseError:  # another thread is stepping the engine
+                wait([self], min(POLL_S, end - monotonic()))
 
 
 class Submitted(Caller):

@@ -4,32 +4,28 @@ Owns the loop. The input processor checks prompts, the scheduler decides what is
 the output processor joins what comes back. ``nanovllm.llm`` has the other verbs.
 """
 
-import gc
 import os
 import weakref
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from functools import cached_property
-from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanovllm.config import Config
 from nanovllm.core import Batch
 from nanovllm.engine.callers import DROPPED, Caller, collect
-from nanovllm.engine.guard import Guard, abandon, all_or_nothing
+from nanovllm.engine.guard import Access, Guard, abandon, all_or_nothing
 from nanovllm.engine.input_processor import InputProcessor, Params
 from nanovllm.engine.loading import LoadingQueue
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.request import Request
-from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.text.prompts import Prompt, as_prompts
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.engine.token_processor import TokenProcessors
 from nanovllm.engine.variants import make_scheduler
 from nanovllm.errors import EngineError
 from nanovllm.outputs import RequestOutput
-from nanovllm.runner.worker import start_runner
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checkpoint import read_eos_token_ids, read_generation_config
 
@@ -38,56 +34,40 @@ if TYPE_CHECKING:
 
 
 class LLMEngine:
-    """The engine of ``LLM``: requests and steps.
+    """Requests and steps of one engine.
 
     Args:
-        model: a local directory, a hub id such as "Qwen/Qwen3-0.6B", or None for the bundled demo model.
-        **options: see ``nanovllm.config.Config``.
-
-    Raises:
-        ConfigError, CheckpointError, OutOfMemoryError: an option, the model's files or the memory at hand forbid it.
-        WorkerError: a tensor-parallel rank failed. Any method may raise it; the engine is then shut down.
+        config: options and limits.
+        runner: a started ``ModelRunner``, or what stands for it.
+        tokenizer: of the prompts' texts.
+        new_processors: makes what looks at every token of some sequences.
 
     Use it as a context manager, or call ``exit()``, to free the device's memory at a time of your choice.
     """
 
-    def __init__(self, model: str | None = None, **options: Any):
-        config = Config.from_options(model, options)
-        with Guard():
-            tokenizer_source = config.tokenizer_path, config.skip_tokenizer_init, config.trust_remote_code
-            self._tokenizer = AsyncTokenizer(*tokenizer_source)
-            runner = self.model_runner = start_runner(config)
-            self.config = config = runner.config  # its max_num_seqs is what memory has room for
-            # the runner holds no reference to the engine, so collecting the engine frees the runner's memory too
-            self._finalizer = weakref.finalize(self, _shut_down, runner, self._tokenizer)
-            try:
-                # the tokenizer's id is the end-of-sequence token; further ids of the checkpoint are stop tokens
-                eos_token_ids = self._tokenizer.eos_token_ids()
-                eos_token_ids += read_eos_token_ids(config.model_path, config.model_config.eos_token_ids)
-                from nanovllm.runner.device import translate_oom  # imports torch, as the runner has by now
-
-                with translate_oom():
-                    self._set_up(make_scheduler(config, runner.num_kvcache_blocks, eos_token_ids, runner.facts))
-            except BaseException:
-                self._finalizer()
-                raise
-        gc.collect()  # full collections were off during the start; one here spares the first call
-
-    def _set_up(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-        self._token_processors = TokenProcessors(self.config, self._tokenizer, tuple(scheduler.eos_token_ids))
-        num_blocks = self.model_runner.num_kvcache_blocks
-        self._inputs = InputProcessor(self.config, num_blocks, self._tokenizer, self._token_processors)
-        self._outputs = OutputProcessor(self._tokenizer, self._token_processors, scheduler.metrics)
+    def __init__(self, config: Config, runner: "ModelRunner", tokenizer: AsyncTokenizer,
+                 new_processors: Callable[..., TokenProcessors] = TokenProcessors):
+        self.config, self.model_runner, self._tokenizer = config, runner, tokenizer
+        # the runner holds no reference to the engine, so collecting the engine frees the runner's memory too
+        self._finalizer = weakref.finalize(self, _shut_down, runner, tokenizer)
+        try:
+            # the tokenizer's id is the end-of-sequence token; further ids of the checkpoint are stop tokens
+            eos_token_ids = tokenizer.eos_token_ids()
+            eos_token_ids += read_eos_token_ids(config.model_path, config.model_config.eos_token_ids)
+            num_blocks = runner.num_kvcache_blocks
+            self.scheduler = make_scheduler(config, num_blocks, eos_token_ids, runner.facts)
+            self.token_processors = new_processors(config, tokenizer, tuple(self.scheduler.eos_token_ids))
+            self._inputs = InputProcessor(config, num_blocks, tokenizer, self.token_processors)
+            self._outputs = OutputProcessor(tokenizer, self.token_processors, self.scheduler.metrics)
+        except BaseException:
+            self._finalizer()
+            raise
         self._in_flight: deque[tuple[Batch, StepHandle]] = deque()  # steps whose tokens the host has not seen
         self._added = Caller(detokenize=False)  # requests of ``add_request``
         self._callers: list[Caller | LoadingQueue] = []  # called between steps
-        self._lock = RLock()  # held by the thread that uses the engine; see ``Guard``
-        self._aborting = RLock()  # held by the thread that aborts abandoned requests
-        self._is_changing = False  # whether an ``all_or_nothing`` method is running
-        self._abandoned: deque[Request] = deque()  # requests to abort once no such method runs
+        self.access = Access()
         self._owner = os.getpid()
-        self._why_shut_down = ""
+        self.why_shut_down = ""
 
     # ---------------------------------------------------------------- lifetime
 
@@ -103,15 +83,20 @@ class LLMEngine:
             with Guard(self):
                 self._finalizer()
 
-    def _require_running(self) -> None:
+    @property
+    def is_running(self) -> bool:
+        """Whether it is not shut down."""
+        return self._finalizer.alive
+
+    def require_running(self) -> None:
         if not self._finalizer.alive:
-            raise EngineError(f"this engine is shut down{self._why_shut_down}; make a new LLM(...).")
+            raise EngineError(f"this engine is shut down{self.why_shut_down}; make a new LLM(...).")
         if os.getpid() != self._owner:
             raise EngineError("this engine belongs to the process that was forked; make an LLM(...) in this one.")
 
     def require_ready(self) -> None:
         """Raise EngineError where no request can run: shut down, asleep, or with weights that are half new."""
-        self._require_running()
+        self.require_running()
         self.model_runner.weights.require_ready()
 
     # ---------------------------------------------------------------- requests
@@ -164,9 +149,9 @@ class LLMEngine:
                 abandon(self, [request])
 
     @all_or_nothing
-    def _abort_abandoned(self) -> None:
-        while self._abandoned:
-            request = self._abandoned.popleft()
+    def abort_abandoned(self) -> None:
+        while self.access.abandoned:
+            request = self.access.abandoned.popleft()
             if request.request_id in request.caller.unfinished and self._finalizer.alive:
                 try:
                     self.scheduler.finish(self._outputs.abort(request))
@@ -211,6 +196,8 @@ class LLMEngine:
         Returns:
             The number of tokens taken in, as from ``step``; 0: none.
         """
+        if self.access.abandoned:
+            self.abort_abandoned()
         batch, done = self.scheduler.schedule(), 0
         if batch is not None:
             self.model_runner.forward(batch)
@@ -276,7 +263,7 @@ class LLMEngine:
         self._callers.append(queue := LoadingQueue(self._inputs.attachments.has_room))
         return queue
 
-    def _drop_all(self) -> None:
+    def drop_all(self) -> None:
         """Drop everything that is queued, running or in flight.
 
         With several ranks the engine shuts down: an interrupted step may have reached only some of them.
@@ -284,7 +271,7 @@ class LLMEngine:
         self._in_flight.clear()
         dropped = self._outputs.clear()
         if self.config.tensor_parallel_size > 1 and self._finalizer.alive:
-            self._why_shut_down = ", because a run on several ranks was interrupted or a rank failed"
+            self.why_shut_down = ", because a run on several ranks was interrupted or a rank failed"
             self.exit()
         try:
             if self._finalizer.alive:

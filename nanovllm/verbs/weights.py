@@ -76,7 +76,7 @@ class WeightVerbs(LLMEngine):
 
     def is_sleeping(self) -> bool:
         """Whether weights or KV cache are not in the device's memory."""
-        self._require_running()
+        self.require_running()
         return bool(self.model_runner.weights.sleeping)
 
     @contextmanager
@@ -93,7 +93,7 @@ class WeightVerbs(LLMEngine):
             except BaseException:
                 workers = self.model_runner.workers
                 if workers is not None and workers.are_lost:
-                    self._drop_all()
+                    self.drop_all()
                 raise
 
     def reset_prefix_cache(self) -> bool:

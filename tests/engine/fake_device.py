@@ -138,6 +138,7 @@ class FakeDevice:
         self.block_tables, self.sampled_tokens = state.block_tables.numpy(), state.sampled_tokens.numpy()
         self.seeds = state.sampling.seed.numpy()
         self.weights = SimpleNamespace(require_ready=lambda: None)
+        self.exit = lambda: None
         self.computed = None  # by ``forward``, until ``sample``
         self.resumed = set()  # request slots of sequences that were preempted
         self.fail_at = None

@@ -70,12 +70,12 @@ def launches_of(seed, at_once, least):
         n, max_tokens = rng.choice([1, 1, 2, 3]), rng.choice([least, 1, 2, 5, 8])
         every.append(SamplingParams(n=n, max_tokens=max_tokens, ignore_eos=rng.random() < 0.5))
     requests = engine._inputs.make_all(prompts, every)
-    for request, (_, prompt) in zip(requests, prompts, strict=True):
+    for request, prompt in zip(requests, prompts, strict=True):
         engine._inputs.make_completions(request)
         for seq in request.completions:  # for what the device is to expect
             harness.requests[seq.seq_id] = Request(prompt, request.params, 16, seq.seed, (EOS,), None, None, 0)
         request.completions = []
-    launches, forward, advance = [], harness.device.forward, engine._advance
+    launches, forward, advance = [], harness.device.forward, engine.advance
 
     def recorded(batch):
         chunks = () if batch.is_decode else (batch.starts.tolist(), batch.stops.tolist())
@@ -88,7 +88,7 @@ def launches_of(seed, at_once, least):
         harness.check()
         return batch
 
-    harness.device.forward, engine._advance = recorded, checked
+    harness.device.forward, engine.advance = recorded, checked
     with pytest.MonkeyPatch.context() as patch:
         if at_once:
             patch.setattr(callers, "FIRST", 1000)
@@ -252,8 +252,8 @@ def test_a_call_within_a_call_fails_to_make_the_outer_requests(make_llm, monkeyp
             patch.setattr("nanovllm.engine.input_processor.Completion", fail)
             llm.generate([[7, 1]], greedy(3), use_tqdm=False)
 
-    steps, advance = iter(range(100)), llm._advance
-    monkeypatch.setattr(llm, "_advance", lambda: pytest.fail("waits for ever") if next(steps) > 50 else advance())
+    steps, advance = iter(range(100)), llm.advance
+    monkeypatch.setattr(llm, "advance", lambda: pytest.fail("waits for ever") if next(steps) > 50 else advance())
     with pytest.raises(EngineError, match="were dropped"):
         llm.generate([[5, i] for i in range(8)], greedy(3), use_tqdm=OnUpdate(generate_within, once=True))
     assert llm.is_finished() and len(generate(llm, [[5, 6]], greedy(3))[0]) == 3

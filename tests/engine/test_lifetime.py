@@ -6,14 +6,17 @@ import os
 import re
 import shutil
 import signal
+import sys
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from helpers import generate, gpu_param, greedy, in_threads, prompt_of, run_ahead, run_python
 
 from nanovllm import LLM, CheckpointError, EngineError
+from nanovllm.engine.guard import Guard
 from nanovllm.runner.model_runner import ModelRunner
 
 # ---------------------------------------------------------------- errors and interrupts
@@ -63,6 +66,31 @@ def test_exit_in_a_signal_handler_amid_a_step(make_llm, where, ranks):
         signal.signal(signal.SIGTERM, before)
     with pytest.raises(EngineError, match=r"^this engine is shut down; make a new LLM"):
         generate(llm, [prompt_of(9)], greedy(3))
+
+
+@pytest.mark.parametrize("where", ["__enter__", "__exit__"])
+def test_an_interrupt_while_the_guard_is_passed(make_llm, where):
+    """Before the first line of ``__exit__``, or after the last of ``__enter__``: other threads were refused ever after,
+    and full garbage collections stayed off. It took about a hundred interrupts of short calls."""
+    llm, code, before = make_llm(), getattr(Guard, where).__code__, (gc.get_threshold(), sys.gettrace())
+
+    def tracer(frame, event, arg):
+        if frame.f_code is code and event == ("call" if where == "__exit__" else "return"):
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return tracer
+
+    sys.settrace(tracer)
+    try:
+        llm.step()
+    except KeyboardInterrupt:
+        code = None
+    finally:
+        sys.settrace(before[1])
+    assert code is None
+    with ThreadPoolExecutor(1) as pool:
+        assert len(pool.submit(generate, llm, [[5, 6]], greedy(3)).result(60)[0]) == 3
+    assert gc.get_threshold() == before[0]
 
 
 def test_failed_start_holds_nothing(make_checkpoint, tmp_path):

@@ -13,7 +13,6 @@ prompts, scores, stop strings, aborts at any moment, and an emptied prefix cache
 
 import itertools
 import sys
-import weakref
 from collections import Counter
 from random import Random
 from types import SimpleNamespace
@@ -36,7 +35,6 @@ from nanovllm.engine.callers import Caller
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.engine.token_processor import TokenProcessor, TokenProcessors
-from nanovllm.engine.variants import make_scheduler
 from nanovllm.runner import prefill_graphs
 from nanovllm.validation import has_feature
 
@@ -110,7 +108,8 @@ class Harness:
             max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs),
             max_model_len=max_model_len,
             enable_prefix_caching=caching,
-            model_config=SimpleNamespace(vocab_size=VOCAB, has_lm_head=True),
+            model_config=SimpleNamespace(vocab_size=VOCAB, has_lm_head=True, eos_token_ids=[EOS]),
+            model_path="",
             seed=0,
             tensor_parallel_size=1,
             max_logprobs=20,
@@ -123,17 +122,10 @@ class Harness:
         self.made, self.aborted, self.ended = {}, set(), set()  # by request id; request ids; seq_ids
         self.device = FakeDevice(self.config, max_in_flight, self.requests, graphs, recurrent_rows)
         self.device.num_kvcache_blocks = num_blocks
-        self.engine = engine = LLMEngine.__new__(LLMEngine)
-        engine.config, engine.model_runner = self.config, self.device
-        engine._finalizer = weakref.finalize(engine, int)
-        engine._finalizer.atexit = False
-        engine._tokenizer = AsyncTokenizer("", skip=True, trust_remote_code=False)
         facts = {"recurrent_rows": recurrent_rows, "min_copied_tokens": min_copied_tokens}
-        facts = {name: fact for name, fact in facts.items() if fact is not None}
-        engine._set_up(make_scheduler(self.config, num_blocks, [EOS], facts))
-        token_processors = FakeProcessors(self.config, engine._tokenizer, (EOS,))
-        engine._inputs._token_processors = engine._outputs._token_processors = token_processors
-        engine._inputs.checks.token_processors = token_processors
+        self.device.facts = {name: fact for name, fact in facts.items() if fact is not None}
+        tokenizer = AsyncTokenizer("", skip=True, trust_remote_code=False)
+        self.engine = LLMEngine(self.config, self.device, tokenizer, FakeProcessors)
         self.num_steps = 0
         self.taken, steps = None, self.scheduler.steps  # the batch that a step has taken in
 
@@ -197,7 +189,7 @@ class Harness:
             assert not fits
             return None
         assert fits
-        self.engine._queue([request], self.engine._added)
+        self.engine.queue([request], self.engine._added)
         self.expect(request.request_id, token_ids[:-1], token_ids[start:], start - 1)
         return request.request_id
 
@@ -241,7 +233,7 @@ class Harness:
 
     def step(self):
         self.taken = None
-        self.engine._advance()
+        self.engine.advance()
         self.num_steps += 1
         for request in self.engine._added.take():
             assert request.request_id not in self.aborted
@@ -265,7 +257,7 @@ class Harness:
     def give_up(self):
         """Ctrl-C, as ``generate`` handles it."""
         waits = len(self.engine._added.unfinished) > 0 or self.engine._added.is_dropped
-        self.engine._drop_all()
+        self.engine.drop_all()
         if waits:
             with pytest.raises(EngineError, match="these requests were dropped"):
                 self.engine._added.take()
@@ -677,7 +669,7 @@ class Interrupt:
     def __call__(self, frame, event, arg):
         if not frame.f_code.co_filename.endswith(self.FILES) or "nanovllm" not in frame.f_code.co_filename:
             return None
-        if frame.f_code.co_name == "_drop_all":  # a second Ctrl-C may do what it likes
+        if frame.f_code.co_name == "drop_all":  # a second Ctrl-C may do what it likes
             return None
         if event == "line":
             self.countdown -= 1
@@ -707,12 +699,12 @@ def test_interrupted_at_any_line(max_in_flight, kind):
             sys.settrace(interrupt)
             play(harness, first)
             while not harness.engine.is_finished():
-                harness.engine._advance()
+                harness.engine.advance()
                 harness.engine._added.take()
             break  # it came to its end before the countdown did
         except KeyboardInterrupt:
             sys.settrace(previous)
-            harness.engine._drop_all()
+            harness.engine.drop_all()
             harness.engine._added = Caller(detokenize=False)  # the interrupt may have struck before it was told
         finally:
             sys.settrace(previous)

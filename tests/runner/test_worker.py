@@ -238,9 +238,9 @@ def test_ctrl_c_between_two_steps(start, monkeypatch):
     the first step, or in a callback of the garbage collector, whose errors Python drops.
     """
     llm = start()
-    tokens, advance = token_ids(llm, GREEDY), llm._advance
+    tokens, advance = token_ids(llm, GREEDY), llm.advance
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(llm, "_advance", lambda: (advance(), _thread.interrupt_main()))
+        patch.setattr(llm, "advance", lambda: (advance(), _thread.interrupt_main()))
         llm.generate(PROMPTS, LONG, use_tqdm=False)
     assert token_ids(llm, GREEDY) == tokens
 

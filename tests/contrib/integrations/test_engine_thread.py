@@ -118,7 +118,7 @@ def test_exit_by_a_callback(make_checkpoint):
     with pytest.raises(EngineError, match="was shut down"):
         long.result(60)
     engine.exit()
-    assert not engine.llm._finalizer.alive
+    assert not engine.llm.is_running
 
 
 def test_exit(make_checkpoint):
@@ -129,7 +129,7 @@ def test_exit(make_checkpoint):
     for future in (*futures, engine.submit([2], PARAMS), engine.call(int)):
         with pytest.raises(EngineError, match="was shut down"):
             future.result(60)
-    assert not engine.llm._finalizer.alive
+    assert not engine.llm.is_running
 
 
 def test_a_process_that_ends_amid_a_request():
