@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from nanovllm.attachments import CANNOT_CUT, Attachment
 from nanovllm.config import Config
 from nanovllm.engine.checks import Checks
 from nanovllm.engine.request import Completion, Request
@@ -18,6 +17,7 @@ from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.engine.token_processor import TokenProcessors
 from nanovllm.engine.variants import READOUTS, make_attachments
 from nanovllm.errors import RequestError
+from nanovllm.messages import CANNOT_CUT, Attachment
 from nanovllm.readouts import Readout
 from nanovllm.sampling_params import SamplingParams
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanovllm.attachments import CANNOT_CUT
 from nanovllm.engine.callers import Caller, collect
 from nanovllm.engine.futures import RequestFuture
 from nanovllm.engine.guard import Guard
@@ -20,6 +19,7 @@ from nanovllm.engine.request import Request
 from nanovllm.engine.text.chat_templates import NOT_TEXT
 from nanovllm.engine.text.prompts import Prompt, as_prompts
 from nanovllm.errors import RequestError
+from nanovllm.messages import CANNOT_CUT
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.verbs.chat import Chat, Conversation
