@@ -11,16 +11,17 @@ Token ranges of a running sequence::
     [0, num_scheduled)   the same plus the tokens being sampled by a step in flight
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 
-from nanovllm.attachments import Attachment, attached
+from nanovllm.messages import Attachment, Messages, attached
+from nanovllm.messages.sampling import SamplingColumns
 from nanovllm.outputs import FinishReason
 from nanovllm.readouts import Readout, ReadoutBatch, merged
 from nanovllm.sampling_params import SamplingParams
@@ -129,6 +130,11 @@ class Sequence:
         """The readout, unless its results are known: the sequence is resumed after preemption."""
         return self.readout if self.num_completion_tokens == 0 else None
 
+    def is_read_at(self, stop: int) -> bool:
+        """Whether the hidden state of its token before ``stop`` is sampled from, or is all that its readout reads."""
+        is_end = self.is_sampled and stop == self.num_tokens
+        return is_end or (self.readout is not None and self.readout.takes_last(stop))
+
     @property
     def max_cached_tokens(self) -> int:
         """Upper bound of the prefix-cache hit. Positions whose hidden states are read must be computed."""
@@ -154,12 +160,7 @@ class NewSequences:
     num_blocks: np.ndarray  # int32 [n]
     block_ids: np.ndarray  # int32 [num_blocks.sum()], their block tables, concatenated
     seeds: np.ndarray  # uint64 [n]
-    params: list[SamplingParams]
-    is_constrained: list[bool]  # whether its tokens decide which token it may sample next
-    has_processors: list[bool]  # whether functions of the user change its logits
-    min_tokens_stop_ids: list[tuple[int, ...]]
-    allowed_masks: list[np.ndarray | None]
-    histories: list[np.ndarray | None]  # token ids int32 [num_tokens], where penalties count them
+    sampling: SamplingColumns
 
     @classmethod
     def of(cls, seqs: ListLike[Sequence]) -> "NewSequences":
@@ -170,43 +171,11 @@ class NewSequences:
             _int32(len(seq.block_table) for seq in seqs),
             _int32(chain.from_iterable(seq.block_table for seq in seqs)),
             np.fromiter((seq.seed for seq in seqs), np.uint64),
-            [seq.sampling_params for seq in seqs],
-            [seq.sampling_params.is_constrained for seq in seqs],
-            [bool(seq.sampling_params.logits_processors) for seq in seqs],
-            [seq.min_tokens_stop_ids for seq in seqs],
-            [seq.allowed_mask for seq in seqs],
-            [seq.tokens(0, seq.num_tokens) if seq.sampling_params.has_penalties else None for seq in seqs],
+            SamplingColumns.of(seqs),
         )
 
     def __len__(self) -> int:
-        return len(self.params)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """State for other ranks: one object for equal parameters, without fields that only the host reads."""
-        sent = {id(params): params for params in self.params}
-        sent = {key: params.without_host_fields() for key, params in sent.items()}
-        return {**vars(self), "params": [sent[id(params)] for params in self.params]}
-
-
-class Chunk(NamedTuple):
-    """Tokens [start, stop) of a sequence in a prefill; ``sampled``: the requests sampled from its last logits."""
-
-    seq: Sequence
-    start: int
-    stop: int
-    sampled: list[Sequence]
-
-    @property
-    def is_read(self) -> bool:
-        """Whether its last hidden state is sampled from or read out."""
-        return bool(self.sampled) or (self.seq.readout is not None and self.seq.readout.takes_last(self.stop))
-
-
-@dataclass(frozen=True)
-class Moves:
-    """Copies within the KV cache that go with a prefill. A cache kind that moves more has a subclass."""
-
-    block_copies: np.ndarray  # int32 [n, 2], (from, to) blocks; copied after the forward pass for forked completions
+        return len(self.seeds)
 
 
 @dataclass(frozen=True)
@@ -226,10 +195,10 @@ class PrefillBatch:
     starts: np.ndarray  # int32 [S]
     stops: np.ndarray  # int32 [S]
     token_ids: np.ndarray  # int32 [sum(stops - starts)], packed
+    num_read: int  # sequences, the first ones, whose last hidden state is read
     new: NewSequences  # sequences admitted by this batch
-    moves: Moves
-    readouts: tuple[ReadoutBatch, ...] = ()
-    attachments: tuple[tuple[int, Any], ...] = ()  # pairs of a place in [0, S) and a part of the attachment there
+    messages: Messages = field(default_factory=dict)  # for parts of the runner
+    readouts: tuple[ReadoutBatch, ...] = ()  # results besides tokens
     seqs: ListLike[Sequence] = ()  # [S]; on the host only
 
     def __getstate__(self) -> dict[str, Any]:
@@ -247,36 +216,31 @@ class PrefillBatch:
         return [seq for seq, stop in stops if not seq.is_sampled and stop == seq.num_tokens]
 
     @classmethod
-    def of(cls, chunks: ListLike[Chunk], new: ListLike[Sequence],
-           take_moves: Callable[[list[Sequence]], Moves]) -> "PrefillBatch":
-        """From at least one chunk. ``take_moves``: the moves of these sequences, given in the order of the batch."""
-        chunks = sorted(chunks, key=lambda chunk: not chunk.is_read)  # stable: keeps the order within each kind
-        sampled = [(seq, i) for i, chunk in enumerate(chunks) for seq in chunk.sampled]
-        seqs = [chunk.seq for chunk in chunks]
+    def of(cls, chunks: ListLike[tuple[Sequence, int, int]], sampled: ListLike[tuple[Sequence, Sequence]],
+           new: ListLike[Sequence], messages: Messages) -> "PrefillBatch":
+        """From at least one chunk (sequence, start, stop). ``sampled``: requests, and whose last logits each gets."""
+        is_read = [seq.is_read_at(stop) for seq, _, stop in chunks]
+        chunks = [chunks[i] for i in np.argsort(np.logical_not(is_read), kind="stable")]
+        seqs = [seq for seq, _, _ in chunks]
+        place = {seq.req_idx: i for i, seq in enumerate(seqs)}
         return cls(
             _int32(seq.req_idx for seq, _ in sampled),
             np.fromiter((seq.seq_id for seq, _ in sampled), np.int64),
-            _int32(i for _, i in sampled),
+            _int32(place[origin.req_idx] for _, origin in sampled),
             _int32(seq.req_idx for seq in seqs),
-            _int32(chunk.start for chunk in chunks),
-            _int32(chunk.stop for chunk in chunks),
-            np.concatenate([seq.tokens(start, stop) for seq, start, stop, _ in chunks]),
+            _int32(start for _, start, _ in chunks),
+            _int32(stop for _, _, stop in chunks),
+            np.concatenate([seq.tokens(start, stop) for seq, start, stop in chunks]),
+            sum(is_read),
             NewSequences.of(new),
-            take_moves(seqs),
-            merged((seq.pending_readout, seq.seq_id, start, stop) for seq, start, stop, _ in chunks),
-            attached((seq.attachment, start, stop) for seq, start, stop, _ in chunks),
+            messages | attached((seq.attachment, start, stop) for seq, start, stop in chunks),
+            merged((seq.pending_readout, seq.seq_id, start, stop) for seq, start, stop in chunks),
             seqs,
         )
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
-
-    @property
-    def num_last(self) -> int:
-        """Number of sequences, the first ones, whose last hidden state is read."""
-        num_sampled = 1 + int(self.sampled_from.max(initial=-1))
-        return max(num_sampled, *(each.num_last for each in self.readouts)) if self.readouts else num_sampled
 
     @property
     def needs_every_state(self) -> bool:
@@ -286,15 +250,16 @@ class PrefillBatch:
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """Compute the last token of every sequence and sample the next; a subclass may compute several rows of each."""
+    """Compute the last token of every sequence and sample the next."""
 
     is_decode: ClassVar[bool] = True
-    num_rows: ClassVar[int] = 1  # rows computed for each sequence
     readouts: ClassVar[tuple[ReadoutBatch, ...]] = ()
     req_indices: np.ndarray  # int32 [B]
     seq_ids: np.ndarray  # int64 [B]
     lengths: np.ndarray  # int32 [B], tokens known before this step samples one; also the lengths of the contexts
     new_blocks: np.ndarray  # int32 [n, 3]: a request slot, the end of its block table, the block put there
+    num_rows: int = 1  # rows computed for each sequence: its last token, and guesses of the next ones
+    messages: Messages = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -306,8 +271,3 @@ Batch = PrefillBatch | DecodeBatch
 
 def _int32(values: Iterable[int]) -> np.ndarray:
     return np.fromiter(values, np.int32)
-
-
-def pairs(copies: list[tuple[int, int]]) -> np.ndarray:
-    """(from, to) as int32 [n, 2]."""
-    return np.array(copies, np.int32).reshape(-1, 2)

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from nanovllm import RequestError, SamplingParams
-from nanovllm.core import NewSequences, PrefillBatch, Sequence, pairs
+from nanovllm.core import NewSequences, PrefillBatch, Sequence
 from nanovllm.distributed.group import SINGLE_RANK
+from nanovllm.messages.block_copies import BlockCopies
 from nanovllm.readouts import merged
 from nanovllm.runner import model_runner
 from nanovllm.runner.cuda_graphs import CUDAGraphs
@@ -301,8 +302,8 @@ def prefill_batch(*chunks, num_sampled=None, num_targets=(), prefix_copies=(), b
     each, ids = np.arange(len(chunks), dtype=np.int32), np.arange(len(chunks))
     return PrefillBatch(
         5 - each[:num_sampled], ids[:num_sampled], each[:num_sampled], 5 - each, starts, stops,
-        np.concatenate([seq.tokens(start, stop) for seq, start, stop in parts]), NewSequences.of(seqs),
-        optional("messages.prefix_copies", "PrefixMoves")(pairs(block_copies), pairs(prefix_copies)),
+        np.concatenate([seq.tokens(start, stop) for seq, start, stop in parts]), len(each[:num_sampled]),
+        NewSequences.of(seqs), {BlockCopies: BlockCopies(list(prefix_copies), list(block_copies))},
         readouts=merged((seq.readout, seq.seq_id, start, stop) for seq, start, stop in parts),
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ from helpers import generate, greedy, run_ahead
 from leaks import finish
 
 from nanovllm import SamplingParams
+from nanovllm.core import PrefillBatch, Sequence
 from nanovllm.engine.callers import collect
 from nanovllm.readouts import Readout, ReadoutBatch, merged
 from nanovllm.readouts.pooled_state import PooledState
@@ -30,12 +31,28 @@ def test_messages_by_kind():
     last = PooledState("last", 4)
     chunks = [(last, 10, 1, 4), (scored[0], 11, 0, 4), (None, 12, 0, 6), (scored[1], 13, 0, 2)]
     of_last, of_scored = pickle.loads(pickle.dumps(merged(chunks)))
-    assert (of_last.seq_ids, of_last.rows.tolist(), of_last.num_last) == ([10], [0], 1)
-    assert not of_last.needs_every_state and of_scored.needs_every_state and of_scored.num_last == 0
+    assert (of_last.seq_ids, of_last.rows.tolist()) == ([10], [0])
+    assert not of_last.needs_every_state and of_scored.needs_every_state
     assert (of_scored.seq_ids, of_scored.sizes, of_scored.num_top) == ([11, 13], [2, 1], -1)
     assert of_scored.rows.tolist() == [5, 6, 13] and of_scored.token_ids.tolist() == [7, 8, 3]
     (mean,) = merged([(None, 10, 0, 2), (PooledState("mean", 9), 11, 3, 6)])
     assert mean.rows.tolist() == [2, 3, 4] and mean.needs_every_state and mean.sizes.tolist() == [3]
+
+
+def test_sequences_whose_last_state_is_read_come_first():
+    """Sampled and pooled ones; not scored ones without tokens to sample, nor one whose prompt goes on."""
+    kinds = {0: PromptLogprobs(int32([7]), 0, 0), 2: PromptLogprobs(int32([7]), 3, 0), 3: PooledState("last", 4)}
+    seqs = [Sequence([1, 2, 3, 4], SamplingParams(max_tokens=int(i not in kinds)), i) for i in range(6)]
+    for seq in seqs:
+        seq.req_idx, seq.readout = 10 + seq.seq_id, kinds.get(seq.seq_id)
+    chunks = [(seq, 0, 4) for seq in seqs[:5]] + [(seqs[5], 0, 3)]
+    fork = Sequence([1, 2, 3, 4], seq_id=6)
+    fork.req_idx = 16
+    batch = PrefillBatch.of(chunks, [(seqs[1], seqs[1]), (fork, seqs[1]), (seqs[4], seqs[4])], [], {})
+    assert [seq.seq_id for seq in batch.seqs] == [1, 3, 4, 0, 2, 5] and batch.num_read == 3
+    assert batch.req_indices.tolist() == [11, 16, 14] and batch.sampled_from.tolist() == [0, 0, 2]
+    rows = {each.kind: each.rows.tolist() for each in batch.readouts}
+    assert rows == {"pooled_state": [1], "prompt_logprobs": [12, 19]} and batch.needs_every_state
 
 
 @pytest.mark.parametrize(("kind", "first"), [("last", 8), ("cls", 0), ("mean", 0)])

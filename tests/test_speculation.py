@@ -21,7 +21,7 @@ from nanovllm.core import Sequence
 from nanovllm.engine.speculation import lookup as speculation
 from nanovllm.engine.speculation.lookup import HashChains, KeptTexts, Speculator
 from nanovllm.engine.speculation.scheduler import SpeculativeScheduler
-from nanovllm.messages.verify import MAX_VERIFIED_SEQS, VerifyBatch
+from nanovllm.messages.verify import MAX_VERIFIED_SEQS, DraftTokens
 from nanovllm.sampling_params import StructuredOutputsParams
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
@@ -178,11 +178,9 @@ class Stand:
             num = 0
             if drafts is not None:
                 sampled = np.array([[*self.text[size : size + drafts.shape[1] + 1], *[-7] * drafts.shape[1]]], np.int32)
-                batch = VerifyBatch(np.zeros(1, np.int32), np.zeros(1, np.int64), np.array([size], np.int32),
-                                    np.empty((0, 3), np.int32), drafts)  # fmt: skip
-                num = int(batch.num_accepted(sampled[:, : drafts.shape[1] + 1])[0])
+                num = int(DraftTokens(drafts).num_accepted(sampled[:, : drafts.shape[1] + 1])[0])
                 speculator.verified([self.seq.seq_id], drafts, np.array([num]))
-            steps.append(1 if drafts is None else batch.num_rows)
+            steps.append(1 if drafts is None else 1 + drafts.shape[1])
             self.table.num_tokens[0] += num + 1
         return steps
 

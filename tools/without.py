@@ -58,7 +58,7 @@ FEATURES = {
         ("test_vision.py", "test_vision_api.py", "test_vision_clients.py", "test_vision_families.py"),
     ),
     "prefix_copies": Feature(
-        ("engine/prefix_copies.py", "messages/prefix_copies.py", "runner/prefix_copies.py"),
+        ("engine/prefix_copies.py", "runner/prefix_copies.py"),
         r"CopyingBlockManager|PrefixCopies", ("engine/test_prefix_copies.py",),
     ),
 }  # fmt: skip

@@ -7,7 +7,7 @@ Knows nothing of devices; compares tokens, but never interprets them. Every bloc
     cached   unreferenced, contents can be found             ``cached_block_ids``, least recently used first
     used     in ``ref_count >= 1`` block tables              the rest
 
-The scheduler reports each sequence, from ``expect`` to ``deallocate``, and asks for a batch's moves. Other kinds of
+The scheduler reports each sequence, from ``expect`` to ``deallocate``, and asks for a batch's messages. Other kinds of
 cache are subclasses (``variants.py``).
 """
 
@@ -16,7 +16,9 @@ from collections import OrderedDict
 import numpy as np
 import xxhash
 
-from nanovllm.core import Moves, Sequence, pairs
+from nanovllm.core import Sequence
+from nanovllm.messages import Messages
+from nanovllm.messages.block_copies import BlockCopies
 
 NO_PARENT = -1  # parent hash of a sequence's first block
 
@@ -44,7 +46,7 @@ class BlockManager:
         self.free_block_ids = list(range(num_blocks - 1, -1, -1))
         self.cached_block_ids: OrderedDict[int, None] = OrderedDict()
         self.hash_to_block_id: dict[int, int] = {}
-        self._copies: list[tuple[int, int]] = []  # copies of partly filled blocks, for forked completions
+        self.copies = BlockCopies([], [])  # go with the batch being made
 
     @staticmethod
     def compute_hash(token_ids: np.ndarray, parent: int = NO_PARENT) -> int:
@@ -126,7 +128,7 @@ class BlockManager:
         child.num_computed_tokens = seq.num_tokens
         if num_full < len(seq.block_table):
             child.block_table.append(self._pop_block())
-            self._copies.append((seq.block_table[num_full], child.block_table[num_full]))
+            self.copies.after.append((seq.block_table[num_full], child.block_table[num_full]))
 
     def deallocate(self, seq: Sequence, num_written: int = 0) -> None:
         """Drop the sequence's references; launches have written the keys and values of ``num_written`` tokens.
@@ -212,7 +214,7 @@ class BlockManager:
         """The batch being made computes tokens [start, stop) of a prompt."""
         self.register(seq, stop)
 
-    def take_moves(self, seqs: list[Sequence]) -> Moves:
-        """The moves of the prefill being made, which computes tokens of ``seqs``, in this order."""
-        copies, self._copies = self._copies, []
-        return Moves(pairs(copies))
+    def take_messages(self) -> Messages:
+        """The messages of the prefill being made, to the parts that hold the cache on the devices."""
+        copies, self.copies = self.copies, BlockCopies([], [])
+        return {BlockCopies: copies} if any(copies) else {}

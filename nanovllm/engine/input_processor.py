@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from nanovllm.attachments import CANNOT_CUT, Attachment, Loading
 from nanovllm.config import Config
 from nanovllm.engine.checks import Checks
+from nanovllm.engine.loading import Loading
 from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.text.prompts import Prompt, as_list, as_token_ids, split_prompt
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.engine.token_processor import TokenProcessors
 from nanovllm.engine.variants import READOUTS, make_attachments
 from nanovllm.errors import RequestError, as_request_error
+from nanovllm.messages import CANNOT_CUT, Attachment
 from nanovllm.readouts import Readout
 from nanovllm.sampling_params import SamplingParams
 

@@ -1,13 +1,18 @@
-"""Queued requests with inputs besides tokens. They reach the scheduler once these are loaded, in their order.
+"""The seam for prompts with inputs besides tokens: their requests reach the scheduler once the inputs are loaded.
 
-Owns how many inputs load ahead of the scheduler. Knows neither callers nor the kinds of inputs.
+Owns how many inputs load ahead of the scheduler. Knows neither callers nor the kinds of inputs, each of which has an
+``Attachments`` (listed in ``variants.py``) and a message (``nanovllm.messages``).
 """
 
 import os
 from collections import deque
 from collections.abc import Callable
 from time import sleep
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nanovllm.messages import Attachment
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
@@ -16,6 +21,64 @@ if TYPE_CHECKING:
 NUM_THREADS = min(16, os.cpu_count() or 1)  # threads that load
 MAX_AHEAD = 2 * NUM_THREADS  # inputs that load, or wait in the queue once they are loaded
 POLL_S = 0.02  # interval at which an idle engine polls for loaded inputs
+
+
+class Loading:
+    """Inputs of one prompt that load on threads.
+
+    Attributes:
+        prompt_ids: integers [T], with a placeholder for each input.
+        num_inputs: inputs to load.
+    """
+
+    prompt_ids: np.ndarray
+    num_inputs: int
+
+    def begin(self) -> None:
+        """Start to load; may be called again."""
+        raise NotImplementedError
+
+    def is_ready(self, timeout_s: float) -> bool:
+        """Wait for at most this time; returns whether ``attachment`` would not wait."""
+        raise NotImplementedError
+
+    def attachment(self) -> Attachment:
+        """The loaded inputs; waits for them. Raises RequestError for one that cannot be read."""
+        raise NotImplementedError
+
+
+class Attachments:
+    """What an engine makes of prompts that hold more than tokens. These are the defaults: it takes none.
+
+    Attributes:
+        placeholder: text of an input in a conversation, for chat templates that take strings.
+    """
+
+    placeholder = ""
+
+    def takes(self, prompt: Any) -> bool:
+        """Whether a prompt may hold other inputs; ``encode`` then takes it."""
+        return False
+
+    def encode(self, prompt: Any) -> tuple[str | None, Any]:
+        """A prompt's text, and its ``Loading`` or, if it holds no other inputs, its token ids; raises RequestError."""
+        raise NotImplementedError
+
+    def loaded(self, prompt: Any) -> Any:
+        """A prompt for several uses, with its inputs loaded; raises RequestError for one that cannot be read."""
+        return prompt
+
+    def split(self, conversation: Any) -> tuple[Any, dict[str, Any]]:
+        """A conversation for the chat template, and the keys of a prompt that hold its other inputs."""
+        return conversation, {}
+
+    def placed(self, text: str) -> str:
+        """The text of a conversation with other inputs, with the tokens that the model expects around each."""
+        return text
+
+    def has_room(self) -> bool:
+        """Whether memory has room for further inputs."""
+        return True
 
 
 class LoadingQueue:

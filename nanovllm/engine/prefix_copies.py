@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from nanovllm.config import Config
-from nanovllm.core import Sequence, pairs
+from nanovllm.core import Sequence
 from nanovllm.engine.block_manager import NO_PARENT, BlockManager
-from nanovllm.messages.prefix_copies import PrefixMoves
+from nanovllm.messages import Messages
 
 MAX_TAILS = 16  # tails that can be found; older ones' blocks are free once their sequences have left
 
@@ -35,7 +35,6 @@ class CopyingBlockManager(BlockManager):
         self.children: dict[tuple[int, bytes], list[int]] = {}
         self.places: dict[int, tuple[int, bytes]] = {}  # block id -> its key in ``children``
         self.tails: OrderedDict[int, None] = OrderedDict()  # blocks in ``children``, least recently used first
-        self._prefix_copies: list[tuple[int, int]] = []
         self._computed: list[tuple[Sequence, int]] = []  # (sequence, number of tokens) in the batch being made
         self._computed_before: list[tuple[Sequence, int]] = []  # the same for the last batch: may be copied from now on
 
@@ -70,18 +69,16 @@ class CopyingBlockManager(BlockManager):
         prefix = super().allocate(seq)
         if beginning is not None:
             seq.num_computed_tokens += beginning[1]
-            self._prefix_copies.append((beginning[0], seq.block_table[len(prefix)]))
+            self.copies.before.append((beginning[0], seq.block_table[len(prefix)]))
         return prefix
 
     def computed(self, seq: Sequence, start: int, stop: int) -> None:
         super().computed(seq, start, stop)
         self._computed.append((seq, stop))
 
-    def take_moves(self, seqs: list[Sequence]) -> PrefixMoves:
-        moves = super().take_moves(seqs)
+    def take_messages(self) -> Messages:
         self._computed_before, self._computed = self._computed, []
-        copies, self._prefix_copies = self._prefix_copies, []
-        return PrefixMoves(moves.block_copies, pairs(copies))
+        return super().take_messages()
 
     def _offer_computed(self) -> None:
         for seq, num_computed in self._computed_before:

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nanovllm.attachments import Attachment, Loading
 from nanovllm.core import Sequence
 from nanovllm.engine.callers import Caller
+from nanovllm.engine.loading import Loading
 from nanovllm.engine.text.tokenizer import AsyncTokenizer, CompletionReasoning, done
 from nanovllm.engine.token_processor import TokenProcessor
+from nanovllm.messages import Attachment
 from nanovllm.outputs import CompletionOutput, FinishReason, RequestOutput
 from nanovllm.readouts import Readout
 from nanovllm.sampling_params import SamplingParams

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm.config import Config
-from nanovllm.core import Batch, Chunk, DecodeBatch, PrefillBatch, Sequence, SequenceStatus
+from nanovllm.core import Batch, DecodeBatch, PrefillBatch, Sequence, SequenceStatus
 from nanovllm.engine.admission import Admission
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.metrics import Metrics
@@ -123,7 +123,8 @@ class Scheduler:
     # ---------------------------------------------------------------- prefill
 
     def _schedule_prefill(self) -> PrefillBatch | None:
-        chunks: list[Chunk] = []
+        chunks: list[tuple[Sequence, int, int]] = []  # tokens [start, stop) of a sequence
+        sampled: list[tuple[Sequence, Sequence]] = []  # a request, and the sequence whose last logits it gets
         new_seqs: list[Sequence] = []
         budget, blocks = self.max_num_batched_tokens, self.block_manager
         self.admission.begin()
@@ -143,22 +144,21 @@ class Scheduler:
             budget -= stop - start
             seq.num_computed_tokens = stop
             blocks.computed(seq, start, stop)
+            chunks.append((seq, start, stop))
             if stop < seq.num_tokens:
-                chunks.append(Chunk(seq, start, stop, []))
                 break  # it stays first in the queue, with its request slot and blocks, for its next chunk
             self.waiting.popleft()
-            sampled = [seq] if seq.is_sampled else []
-            while sampled and self._can_fork(seq):
-                sampled.append(self._fork(seq))
-            new_seqs += sampled[1:]
-            chunks.append(Chunk(seq, start, stop, sampled))
+            if seq.is_sampled:
+                siblings = self._fork_all(seq)
+                sampled += [(each, seq) for each in (seq, *siblings)]
+                new_seqs += siblings
         if not chunks:
             return None
-        batch = PrefillBatch.of(chunks, new_seqs, blocks.take_moves)
+        batch = PrefillBatch.of(chunks, sampled, new_seqs, blocks.take_messages())
         for seq in batch.ends:  # the next owner of its slot and blocks is launched later (3)
             self._release(seq)
         self.admission.prefills()
-        self.running.extend(seq for chunk in chunks for seq in chunk.sampled)
+        self.running.extend(seq for seq, _ in sampled)
         self.running_req_indices = np.concatenate([self.running_req_indices, batch.req_indices])
         self.table.num_scheduled[batch.req_indices] += 1
         return batch
@@ -181,13 +181,15 @@ class Scheduler:
         is_new = self.waiting[0].num_tokens == seq.num_tokens == seq.num_prompt_tokens
         return is_new and self.block_manager.can_fork(seq)
 
-    def _fork(self, seq: Sequence) -> Sequence:
-        """Admit the first waiting sequence, a completion of the same prompt, with the blocks of ``seq``."""
-        sibling = self.waiting.popleft()
-        self.block_manager.fork(seq, sibling)
-        self._enter(sibling)
-        self.admission.reserve(sibling)
-        return sibling
+    def _fork_all(self, seq: Sequence) -> list[Sequence]:
+        """Admit waiting completions of the same prompt, with the blocks of ``seq``, as long as there is room."""
+        siblings = []
+        while self._can_fork(seq):
+            siblings.append(self.waiting.popleft())
+            self.block_manager.fork(seq, siblings[-1])
+            self._enter(siblings[-1])
+            self.admission.reserve(siblings[-1])
+        return siblings
 
     def _enter(self, seq: Sequence) -> None:
         """Give a sequence with blocks a request slot."""

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.attachments import Attachments
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.hybrid.block_manager import HybridBlockManager
 from nanovllm.engine.images.factory import make_images
+from nanovllm.engine.loading import Attachments
 from nanovllm.engine.prefix_copies import CopyingBlockManager
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.speculation.scheduler import SpeculativeScheduler

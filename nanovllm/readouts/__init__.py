@@ -29,12 +29,10 @@ class ReadoutBatch:
 
     Attributes:
         kind: names the reader on the device.
-        num_last: sequences, the first ones of the batch, whose last hidden state is read.
-        needs_every_state: whether other hidden states than those are read.
+        needs_every_state: whether it reads other hidden states than the last ones of chunks.
     """
 
     kind: ClassVar[str]
-    num_last: int = 0
     needs_every_state: bool = True
 
     def arrays(self) -> dict[str, np.ndarray]:

@@ -25,7 +25,6 @@ class PooledRows(ReadoutBatch):
     sizes: np.ndarray  # int32 [P], tokens of each sequence
     # int32 [sum(sizes)], packed tokens; or sequences of the batch, whose last tokens are read
     rows: np.ndarray
-    num_last: int
     needs_every_state: bool  # whether rows are packed tokens; else they are sequences
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -58,8 +57,7 @@ class PooledState(Readout):
             first, stop = each.rows.start + each.offset, each.rows.stop + each.offset
             rows += [each.place] if of_last else range(first, stop)
         sizes = np.fromiter((len(each.rows) for each in wanted), np.int32)
-        num_last = max(rows) + 1 if of_last else 0
-        return PooledRows([each.seq_id for each in wanted], sizes, np.array(rows, np.int32), num_last, not of_last)
+        return PooledRows([each.seq_id for each in wanted], sizes, np.array(rows, np.int32), not of_last)
 
     def take_in(self, values: np.ndarray) -> None:
         self._sum = values if self._sum is None else self._sum + values

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from nanovllm.core import Batch
-from nanovllm.messages.verify import MAX_VERIFIED_SEQS, VERIFY_ROWS, VerifyBatch
+from nanovllm.messages.verify import MAX_VERIFIED_SEQS, VERIFY_ROWS, DraftTokens
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.cuda_graphs import DECODE, SAMPLE, CUDAGraphs
 from nanovllm.runner.inputs import DecodeInputs
@@ -61,8 +61,8 @@ class Drafts(Part):
 
     def prepare(self, batch: Batch, arrays: Arrays) -> None:
         """Prepare tokens and lengths of the draft rows; the rows beyond the batch are dead."""
-        if isinstance(batch, VerifyBatch):
-            drafts, Q = batch.drafts, batch.num_rows
+        if DraftTokens in batch.messages:
+            drafts, Q = batch.messages[DraftTokens].token_ids, batch.num_rows
             values = np.zeros((3, self._num_tokens), np.int32)  # tokens, lengths, tokens that are kept
             values[0, : drafts.size] = values[2, : drafts.size] = drafts.ravel()
             values[1, : drafts.size] = ((batch.lengths[:, None] + np.arange(1, Q)) * (drafts >= 0)).ravel()
@@ -73,9 +73,10 @@ class Drafts(Part):
         drafted = self._rows[: size * (num_rows - 1)].view(size, num_rows - 1)
         return torch.cat([self._state.batch_req_indices[:size, None], drafted], 1).flatten()
 
-    def rows_on_host(self, batch: VerifyBatch) -> np.ndarray:
+    def rows_on_host(self, batch: Batch) -> np.ndarray:
         """The same, int32 [B, Q]."""
-        drafted = np.arange(batch.drafts.size, dtype=np.int32).reshape(batch.drafts.shape) + self._first
+        size, num_drafted = len(batch.req_indices), batch.num_rows - 1
+        drafted = np.arange(size * num_drafted, dtype=np.int32).reshape(size, num_drafted) + self._first
         return np.concatenate([batch.req_indices[:, None], drafted], 1)
 
     def spread(self, size: int, num_rows: int) -> None:
@@ -86,7 +87,7 @@ class Drafts(Part):
 
     def accept(self, rows: torch.Tensor, num_rows: int) -> None:
         """Device: move each request past the correct tokens of its draft, once every row has sampled; see
-        ``VerifyBatch.num_accepted``."""
+        ``DraftTokens.num_accepted``."""
         state, rows = self._state, rows.view(-1, num_rows).long()
         tokens, is_live = state.last_token[rows], state.length[rows[:, 1:]] > 0
         drafts = self._tokens[: is_live.numel()].reshape(is_live.shape)
@@ -103,7 +104,7 @@ class VerifyLauncher(Launcher):
         self.inputs, self.drafts, self.sampler, self.sizes = inputs, drafts, sampler, sizes
 
     def takes(self, batch: Batch, arrays: Arrays) -> bool:
-        return isinstance(batch, VerifyBatch)
+        return DraftTokens in batch.messages
 
     def run(self, step: Step) -> tuple[torch.Tensor, None]:
         size, num_rows = len(step.batch.req_indices), step.batch.num_rows
@@ -126,7 +127,6 @@ class VerifyLauncher(Launcher):
         return self.drafts.rows(len(step.batch.req_indices), step.batch.num_rows)
 
     def rows_on_host(self, batch: Batch) -> np.ndarray:
-        assert isinstance(batch, VerifyBatch)
         return self.drafts.rows_on_host(batch)
 
     def sample_graph(self, batch: Batch) -> Hashable:

@@ -12,6 +12,7 @@ from nanovllm.core import PrefillBatch
 from nanovllm.kernels.fp8 import E4M3
 from nanovllm.layers.attention import Attention, AttentionBackend
 from nanovllm.layers.context import Context
+from nanovllm.messages.images import ImagePart
 from nanovllm.models.decoder import CausalLM
 
 
@@ -27,7 +28,7 @@ class Block(NamedTuple):
 def blocks_of(batch: PrefillBatch, rows: np.ndarray, positions: np.ndarray) -> list[Block]:
     """The images of a prefill. ``rows``: of their tokens among the packed ones; ``positions``: of all tokens."""
     blocks, at = [], 0
-    for place, part in batch.attachments:
+    for place, part in batch.messages[ImagePart]:
         for each in part.rows:
             first, at = int(rows[at]), at + len(each)
             blocks.append(Block(place, first, int(positions[first]), int(positions[first]) + len(each)))

@@ -19,7 +19,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.core import Batch, PrefillBatch
 from nanovllm.layers.context import Context
-from nanovllm.messages.images import ImageRows
+from nanovllm.messages.images import ImagePart, ImageRows
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.vision import VisionConfig
 from nanovllm.models.vision_tower import VisionTower
@@ -83,14 +83,14 @@ class VisionPart(Part):
             return
         if self._vision.section:
             shifts = np.zeros(len(batch.starts), np.int32)
-            for place, part in batch.attachments:
+            for place, part in batch.messages.get(ImagePart, ()):
                 shifts[place] = part.shift
             rows, values = batch.req_indices, shifts[batch.sampled_from]
             changed = self._shifts_on_host[rows] != values
             if changed.any():
                 self._shifts_on_host[rows] = values
                 arrays["shifted_rows"], arrays["shifts"] = rows[changed], values[changed]
-        if batch.attachments:
+        if ImagePart in batch.messages:
             is_image = batch.token_ids < 0
             arrays["input_ids"] = np.where(is_image, np.int32(self._vision.image_token_id), batch.token_ids)
             arrays["image_rows"] = np.flatnonzero(is_image).astype(np.int32)
@@ -103,7 +103,7 @@ class VisionPart(Part):
         """Rows of the tables of RoPE for all tokens; and of the image tokens, which have rows of their own, [3, n]."""
         positions = np.tile(arrays["positions"], (3, 1))
         ends = np.cumsum(batch.stops - batch.starts)
-        for place, part in batch.attachments:
+        for place, part in batch.messages[ImagePart]:
             positions[:, ends[place] - part.positions.shape[1] : ends[place]] = part.positions
         arrays["image_positions"] = positions[:, is_image].ravel()
         arrays["rope_rows"] = positions[0]
@@ -114,8 +114,7 @@ class VisionPart(Part):
             self.shifts.index_copy_(0, tensors["shifted_rows"].long(), tensors["shifts"])
         self._features = None
         if "image_rows" in tensors and len(tensors["image_rows"]):
-            assert isinstance(batch, PrefillBatch)
-            rows = [each for _, part in batch.attachments for each in part.rows]
+            rows = [each for _, part in batch.messages[ImagePart] for each in part.rows]
             if self.tower is not None:
                 features = self._features_of(self.tower, rows)
             else:
@@ -204,7 +203,7 @@ class VisionLauncher(PrefillLauncher):
         self._part = part
 
     def takes(self, batch: Batch, arrays: Arrays) -> bool:
-        return isinstance(batch, PrefillBatch) and len(batch.attachments) > 0
+        return ImagePart in batch.messages
 
     def run(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
         model: Any = partial(self._part.forward, step.model)

@@ -46,7 +46,6 @@ def prefill_arrays(batch: PrefillBatch, block_tables: np.ndarray, block_size: in
     cu_seqlens_q = _cumulative(lengths)
     positions = np.arange(cu_seqlens_q[-1], dtype=np.int32) + np.repeat(batch.starts - cu_seqlens_q[:-1], lengths)
     blocks = block_tables[np.repeat(batch.chunk_req_indices, lengths), positions // block_size]
-    num_logits = batch.num_last
     arrays = {
         "input_ids": batch.token_ids,
         "positions": positions,
@@ -55,10 +54,10 @@ def prefill_arrays(batch: PrefillBatch, block_tables: np.ndarray, block_size: in
         "context_lens": batch.stops,
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": _cumulative(batch.stops),
-        "logits_indices": cu_seqlens_q[1 : num_logits + 1] - 1,
+        "logits_indices": cu_seqlens_q[1 : batch.num_read + 1] - 1,
         "sampled_req_indices": batch.req_indices,
     }
-    if not np.array_equal(batch.sampled_from, np.arange(num_logits)):
+    if not np.array_equal(batch.sampled_from, np.arange(batch.num_read)):
         arrays["sampled_from"] = batch.sampled_from
     for readout in batch.readouts:
         arrays |= readout.arrays()

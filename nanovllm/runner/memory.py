@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from nanovllm.config import Config
-from nanovllm.core import Batch, PrefillBatch
+from nanovllm.core import Batch
 from nanovllm.errors import OutOfMemoryError
 from nanovllm.layers.attention import Attention
+from nanovllm.messages.block_copies import BlockCopies
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.part import Part, Rank
 from nanovllm.runner.request_state import RequestState
@@ -83,38 +84,38 @@ def copy_blocks(kv_cache: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.
             cache.index_copy_(0, copy_to[chunk], cache.index_select(0, copy_from[chunk]))
 
 
-class BlockCopies(Part):
-    """Copies of partly filled blocks for forked completions, after a prefill's forward pass."""
+class BlockCopier(Part):
+    """Copies blocks of the KV cache, before and after a prefill's forward pass; see ``BlockCopies``."""
 
     kv_cache: torch.Tensor | None = None
 
     @classmethod
-    def make(cls, rank: Rank, state: RequestState, decode: "DecodeLauncher") -> "BlockCopies | None":
+    def make(cls, rank: Rank, state: RequestState, decode: "DecodeLauncher") -> "BlockCopier | None":
         return cls()
 
     def prepare(self, batch: Batch, arrays: Arrays) -> None:
-        if isinstance(batch, PrefillBatch):
-            self.put("fork", batch.moves.block_copies, arrays)
+        if BlockCopies in batch.messages:
+            copies: BlockCopies = batch.messages[BlockCopies]
+            for when, pairs in zip(("before", "after"), copies, strict=True):
+                if pairs:
+                    arrays[f"{when}_from"], arrays[f"{when}_to"] = np.array(pairs, np.int32).T
+
+    def write(self, batch: Batch, tensors: Tensors) -> None:
+        self._copy("before", tensors)
 
     def finish(self, batch: Batch, tensors: Tensors) -> None:
-        self.copy("fork", tensors)
+        self._copy("after", tensors)
+
+    def _copy(self, when: str, tensors: Tensors) -> None:
+        if f"{when}_from" in tensors:
+            assert self.kv_cache is not None
+            copy_blocks(self.kv_cache, tensors[f"{when}_from"].long(), tensors[f"{when}_to"].long())
 
     def allocate(self, model: CausalLM, kv_cache: torch.Tensor, num_slots: int) -> None:
         self.kv_cache = kv_cache
 
     def release(self, model: CausalLM) -> None:
         self.kv_cache = None
-
-    def put(self, name: str, copies: np.ndarray, arrays: Arrays) -> None:
-        """Host: ``copies`` int32 [n, 2], blocks from and to, as arrays of this name."""
-        if len(copies):
-            arrays[f"{name}_from"], arrays[f"{name}_to"] = copies.T
-
-    def copy(self, name: str, tensors: Tensors) -> None:
-        """Device: the copies of this name."""
-        if f"{name}_from" in tensors:
-            assert self.kv_cache is not None
-            copy_blocks(self.kv_cache, tensors[f"{name}_from"].long(), tensors[f"{name}_to"].long())
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

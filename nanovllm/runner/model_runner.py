@@ -28,17 +28,19 @@ class StepResult(NamedTuple):
 
     token_ids: np.ndarray  # int32 [B], in the order of the batch; [B, Q] where each sequence has Q rows
     logprobs: np.ndarray | None  # packed by ``token_logprobs``, one row a token; None if no request wants them
-    readouts: tuple[np.ndarray, ...]  # results of the batch's ``readouts``
+    readouts: list[np.ndarray]  # results of the batch's ``readouts``
 
 
 class StepHandle:
-    """A step in flight; its results are on the host when the event has happened."""
+    """A step in flight; its results are on the host when the event has happened.
+
+    ``outputs``: the report of the sampler, or None, and the results of readouts.
+    """
 
     def __init__(self, rows: np.ndarray, workers: Workers | None, sampled_tokens: torch.Tensor,
-                 event: torch.cuda.Event | None = None, logprobs: torch.Tensor | None = None, *readouts: torch.Tensor):
+                 event: torch.cuda.Event | None, *outputs: torch.Tensor | None):
         self._rows = rows  # rows of sampled_tokens to return
-        self._sampled_tokens, self._event, self._workers = sampled_tokens, event, workers
-        self._logprobs, self._readouts = logprobs, readouts
+        self._sampled_tokens, self._event, self._workers, self._outputs = sampled_tokens, event, workers, outputs
 
     def wait(self) -> StepResult:
         """Block until the step is done."""
@@ -47,9 +49,8 @@ class StepHandle:
         elif self._event is not None:
             self._event.synchronize()
         # copies: requests keep them, and pinned memory is scarce
-        readouts = tuple(values.numpy().copy() for values in self._readouts)
-        logprobs = None if self._logprobs is None else self._logprobs.numpy().reshape(*self._rows.shape, -1).copy()
-        return StepResult(self._sampled_tokens.numpy()[self._rows], logprobs, readouts)
+        outputs: list[Any] = [None if values is None else values.numpy().copy() for values in self._outputs]
+        return StepResult(self._sampled_tokens.numpy()[self._rows], outputs[0], outputs[1:])
 
 
 class Computed(NamedTuple):
@@ -108,8 +109,8 @@ class ModelRunner:
     def sample(self, masks: Masks | None = None, process: Process | None = None) -> StepHandle:
         """Launch the sampling of the forward pass before.
 
-        The other ranks wait for the ``masks`` of constrained requests, without such a request they sample at once.
-        ``process`` calls logits processors; the other ranks wait for the results in a collective.
+        ``masks`` and ``process``: inputs that depend on the step before, see ``Sampled``. The other ranks sample at
+        once where no request of the batch needs them.
         """
         assert self._computed is not None
         batch = self._computed.step.batch
@@ -156,9 +157,8 @@ class ModelRunner:
         hidden, every = launcher.run(step)
         for part in self.parts if tensors else ():
             part.finish(batch, tensors)
-        compute = [(self.readers[each.kind], each) for each in batch.readouts]
-        readouts = [one(each, hidden, every, tensors, self.model) for one, each in compute]
-        if "sampled_from" in tensors:  # completions are forked, or some of these sequences are not sampled
+        readouts = [self.readers[each.kind](each, hidden, every, tensors, self.model) for each in batch.readouts]
+        if "sampled_from" in tensors:  # some of these sequences are sampled several times, or not
             hidden = hidden[tensors["sampled_from"].long()]
         self._computed = Computed(step, launcher, hidden, readouts)
 
@@ -190,7 +190,7 @@ class ModelRunner:
         assert self._computed is not None
         (step, launcher, hidden, readouts), self._computed = self._computed, None
         batch = step.batch
-        n, logprobs = len(batch.req_indices) * batch.num_rows, None
+        n, report = len(batch.req_indices) * batch.num_rows, None
         used = self.sampler.used_by(batch.req_indices)
         if used and (arrays := self.sampler.begin(Sampled(batch.req_indices, batch.num_rows, masks, self._process))):
             self.sampler.write(to_device(arrays, self.device))
@@ -199,11 +199,11 @@ class ModelRunner:
             self.graphs.replay(graph, len(hidden) // batch.num_rows)  # padded like the forward pass
         elif n:
             req_indices = launcher.rows(step)[:n]
-            _, logprobs = self.sampler(self.model.compute_logits(hidden[:n]), req_indices, used)
+            _, report = self.sampler(self.model.compute_logits(hidden[:n]), req_indices, used)
             launcher.sampled(batch, req_indices)
         if self.device.type == "cpu":
-            return None, logprobs, *readouts
-        on_host = [self._to_host(values) for values in (logprobs, *readouts)]
+            return None, report, *readouts
+        on_host = [self._to_host(values) for values in (report, *readouts)]
         event = torch.cuda.Event()
         event.record()
         return event, *on_host

@@ -18,7 +18,7 @@ from nanovllm.runner.images import VisionPart
 from nanovllm.runner.inputs import DecodeInputs
 from nanovllm.runner.kv_scales import select_kv_dtype
 from nanovllm.runner.launchers import DecodeLauncher, PrefillLauncher
-from nanovllm.runner.memory import BlockCopies
+from nanovllm.runner.memory import BlockCopier
 from nanovllm.runner.part import Equipment, Launcher, Part, Rank
 from nanovllm.runner.prefill_graphs import PrefillGraphs
 from nanovllm.runner.prefix_copies import PrefixCopies
@@ -32,7 +32,7 @@ from nanovllm.sampling.sampler import Sampler
 
 # Parts take in a batch in this order, and their launchers are asked in it.
 PARTS: tuple[type[Part], ...] = (
-    BlockCopies,
+    BlockCopier,
     VisionPart,
     Drafts,
     Cascade,

@@ -14,7 +14,7 @@ from torch import nn
 from nanovllm.config import Config
 from nanovllm.core import Batch, PrefillBatch
 from nanovllm.kernels.gated_delta.reference import CHUNK, CHUNK_ARRAYS, GatedDeltaStates
-from nanovllm.messages.recurrent import RecurrentMoves, RecurrentRows
+from nanovllm.messages.recurrent import RecurrentRows, StateCopies
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.gated_delta_net import GatedDeltaNet
 from nanovllm.runner.device import model_defaults
@@ -68,8 +68,7 @@ class RecurrentStates(Part):
 
     def prepare(self, batch: Batch, arrays: Arrays) -> None:
         if isinstance(batch, PrefillBatch):
-            assert isinstance(batch.moves, RecurrentMoves)
-            arrays |= chunk_arrays(batch, batch.moves)
+            arrays |= chunk_arrays(batch, batch.messages[StateCopies])
 
     def finish(self, batch: Batch, tensors: Tensors) -> None:
         if "state_rows_from" in tensors:
@@ -178,7 +177,7 @@ def copy_rows(states: GatedDeltaStates, rows_from: torch.Tensor, rows_to: torch.
             tensor.index_copy_(1, rows_to[chunk], tensor.index_select(1, rows_from[chunk]))
 
 
-def chunk_arrays(batch: PrefillBatch, moves: RecurrentMoves) -> Arrays:
+def chunk_arrays(batch: PrefillBatch, copies: StateCopies) -> Arrays:
     """``Chunks`` of a prefill's sequences, and where forked completions copy their states."""
     starts, stops = batch.starts, batch.stops
     first_grid, last_grid = starts // CHUNK, -(-stops // CHUNK)
@@ -186,12 +185,15 @@ def chunk_arrays(batch: PrefillBatch, moves: RecurrentMoves) -> Arrays:
     seqs = np.repeat(np.arange(len(starts)), last_grid - first_grid)
     nth = np.arange(len(seqs)) - first_chunks[seqs]
     ends = np.minimum((first_grid[seqs] + nth + 1) * CHUNK, stops[seqs])  # positions
+    slots = batch.chunk_req_indices.tolist()
     save_rows = np.full(len(seqs), -1)
-    saved, tokens, rows = moves.saves.T
-    save_rows[first_chunks[saved] + -(-tokens // CHUNK) - first_grid[saved] - 1] = rows
-    fields = (cu_seqlens, batch.chunk_req_indices, moves.load_rows, first_chunks,
+    for req_idx, num_tokens, row in copies.saves:
+        i = slots.index(req_idx)
+        save_rows[first_chunks[i] + -(-num_tokens // CHUNK) - first_grid[i] - 1] = row
+    load_rows = np.array([copies.loads[req_idx] for req_idx in slots])
+    fields = (cu_seqlens, batch.chunk_req_indices, load_rows, first_chunks,
               np.append(0, cu_seqlens[seqs] + ends - starts[seqs]), seqs, save_rows)  # fmt: skip
     arrays = {name: values.astype(np.int32) for name, values in zip(CHUNK_ARRAYS, fields, strict=True)}
-    if len(moves.state_copies):
-        arrays["state_rows_from"], arrays["state_rows_to"] = moves.state_copies.T
+    if copies.after:
+        arrays["state_rows_from"], arrays["state_rows_to"] = np.array(copies.after, np.int32).T
     return arrays

@@ -27,7 +27,7 @@ class Filters(Feature):
     compiled_at_start = True
 
     def add(self, new: NewSequences, rows: np.ndarray, arrays: Arrays) -> list[bool]:
-        params = new.params
+        params = new.sampling.params
         rows["top_k"] = [min(max(p.top_k, 0), INT32_MAX) for p in params]  # larger values have the same effect
         rows["top_p"], rows["min_p"] = [p.top_p for p in params], [p.min_p for p in params]
         return [not p.is_greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0) for p in params]

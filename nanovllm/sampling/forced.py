@@ -21,7 +21,7 @@ class Forced(Feature):
         self._ids = torch.empty(0)  # int64 [m]
 
     def add(self, new: NewSequences, rows: np.ndarray, arrays: Arrays) -> list[bool]:
-        used = [params.thinking_token_budget is not None for params in new.params]
+        used = [params.thinking_token_budget is not None for params in new.sampling.params]
         self._has_budget[new.req_indices] = used
         return used
 

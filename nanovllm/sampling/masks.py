@@ -26,12 +26,12 @@ class TokenMasks(Feature):
         self.table: torch.Tensor | None = None  # int32 [R + 1, ceil(V / 32)]
 
     def add(self, new: NewSequences, rows: np.ndarray, arrays: Arrays) -> list[bool]:
-        self._is_constrained[new.req_indices] = new.is_constrained
-        has_mask = [mask is not None for mask in new.allowed_masks]
+        self._is_constrained[new.req_indices] = new.sampling.is_constrained
+        has_mask = [mask is not None for mask in new.sampling.allowed_masks]
         if any(has_mask):
-            masks = [mask for mask in new.allowed_masks if mask is not None]
+            masks = [mask for mask in new.sampling.allowed_masks if mask is not None]
             self._send(new.req_indices[has_mask], np.stack(masks), arrays)
-        rows["is_masked"] = used = [a or b for a, b in zip(new.is_constrained, has_mask, strict=True)]
+        rows["is_masked"] = used = [a or b for a, b in zip(new.sampling.is_constrained, has_mask, strict=True)]
         return used
 
     def waits(self, req_indices: np.ndarray) -> bool:
@@ -70,11 +70,11 @@ class MinTokens(Feature):
 
     def add(self, new: NewSequences, rows: np.ndarray, arrays: Arrays) -> list[bool]:
         rows["stop_ids"] = -1
-        for i, ids in enumerate(new.min_tokens_stop_ids):
+        for i, ids in enumerate(new.sampling.min_tokens_stop_ids):
             if ids:
-                rows["min_len"][i] = min(int(new.num_prompt_tokens[i]) + new.params[i].min_tokens, INT32_MAX)
+                rows["min_len"][i] = min(int(new.num_prompt_tokens[i]) + new.sampling.params[i].min_tokens, INT32_MAX)
                 rows["stop_ids"][i, : len(ids)] = ids
-        return [len(ids) > 0 for ids in new.min_tokens_stop_ids]
+        return [len(ids) > 0 for ids in new.sampling.min_tokens_stop_ids]
 
     def apply(self, logits: Logits, req_indices: torch.Tensor) -> Logits:
         self.ops.mask_stop_ids(logits.values, req_indices, self.state, logits.vocab_start)

@@ -53,7 +53,7 @@ class Penalties(Feature):
 
     def add(self, new: NewSequences, rows: np.ndarray, arrays: Arrays) -> list[bool]:
         rows["repetition_penalty"] = 1.0
-        used = [params.has_penalties or params.logit_bias is not None for params in new.params]
+        used = [params.has_penalties or params.logit_bias is not None for params in new.sampling.params]
         rows["is_penalized"] = used
         sent = [self._fill(new, i, rows[i]) for i in np.flatnonzero(used).tolist()]
         if sent:
@@ -62,10 +62,10 @@ class Penalties(Feature):
 
     def _fill(self, new: NewSequences, i: int, row: np.void) -> tuple[np.ndarray, np.ndarray]:
         """Fill the columns of one request; return its elements of the buffer and their values."""
-        params, W = new.params[i], self._capacity
+        params, W = new.sampling.params[i], self._capacity
         row["presence_penalty"], row["frequency_penalty"] = params.presence_penalty, params.frequency_penalty
         row["repetition_penalty"] = max(1 / MAX_FLOAT, min(params.repetition_penalty, MAX_FLOAT))
-        num_counted, ids, counts, bias = entries(params, new.histories[i], int(new.num_prompt_tokens[i]))
+        num_counted, ids, counts, bias = entries(params, new.sampling.histories[i], int(new.num_prompt_tokens[i]))
         columns = [np.arange(len(ids)) + 2 + column * W for column in range(3)]
         indices = np.concatenate([[0, 1], *columns]) + int(new.req_indices[i]) * self._shape[1]
         return indices, np.concatenate([[len(ids), num_counted], ids, counts, bias.view(np.int32)])
@@ -95,7 +95,7 @@ def entries(params: SamplingParams, history: np.ndarray | None,
     if history is not None:
         ids, where = np.unique(history, return_inverse=True)
         counts = np.bincount(where[num_prompt_tokens:], minlength=len(ids))
-        ids, counts = ids[ids >= 0], counts[ids >= 0]  # no model samples the others (attachments.py)
+        ids, counts = ids[ids >= 0], counts[ids >= 0]  # no model samples the others (messages/)
         num_counted = len(history)
     bias_of = params.logit_bias or {}
     others = np.setdiff1d(np.array(list(bias_of), np.int64), ids)

@@ -25,8 +25,8 @@ class Processors(Feature):
         self._process: Process | None = None
 
     def add(self, new: NewSequences, rows: np.ndarray, arrays: Arrays) -> list[bool]:
-        self._has_processors[new.req_indices] = new.has_processors
-        return new.has_processors
+        self._has_processors[new.req_indices] = new.sampling.has_processors
+        return new.sampling.has_processors
 
     def begin(self, sampled: Sampled, arrays: Arrays) -> None:
         self._places, self._process = np.flatnonzero(self._has_processors[sampled.req_indices]), sampled.process

@@ -76,7 +76,7 @@ class Sampler:
 
     def add(self, new: NewSequences, rows: np.ndarray, arrays: Arrays) -> None:
         """Host: fill the columns of new requests; see ``Feature.add``."""
-        rows["temperature"] = [0.0 if p.is_greedy else min(p.temperature, MAX_FLOAT) for p in new.params]
+        rows["temperature"] = [0.0 if p.is_greedy else min(p.temperature, MAX_FLOAT) for p in new.sampling.params]
         rows["seed"] = new.seeds
         uses = np.zeros(len(new), np.int32)
         for i, feature in enumerate(self.features):

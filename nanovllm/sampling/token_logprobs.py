@@ -30,8 +30,8 @@ class Logprobs(Feature):
         self._named: torch.Tensor | None = None  # for the batch's rows; see ``token_logprobs``
 
     def add(self, new: NewSequences, rows: np.ndarray, arrays: Arrays) -> list[bool]:
-        named = [params.logprob_token_ids or [] for params in new.params]
-        wanted = [params.num_logprobs for params in new.params]
+        named = [params.logprob_token_ids or [] for params in new.sampling.params]
+        wanted = [params.num_logprobs for params in new.sampling.params]
         of_top = [0 if ids else self._limited(num or 0) for num, ids in zip(wanted, named, strict=True)]
         self._num_top[new.req_indices], self._num_ids[new.req_indices] = of_top, [len(ids) for ids in named]
         for req_idx, ids in zip(new.req_indices, named, strict=True):

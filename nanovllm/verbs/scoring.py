@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from nanovllm.attachments import Attachment
 from nanovllm.engine.callers import collect
 from nanovllm.engine.guard import Guard
 from nanovllm.engine.input_processor import InputProcessor
@@ -14,6 +13,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Request
 from nanovllm.engine.text.prompts import Prompt, as_list, as_prompts, as_token_ids
 from nanovllm.errors import RequestError
+from nanovllm.messages import Attachment
 from nanovllm.outputs import Score
 from nanovllm.readouts.prompt_logprobs import PromptLogprobs
 from nanovllm.sampling_params import SamplingParams

@@ -16,6 +16,7 @@ from helpers import optional
 from nanovllm.core import PrefillBatch
 from nanovllm.distributed.group import SINGLE_RANK
 from nanovllm.kernels.reference import decode_inputs
+from nanovllm.messages.block_copies import BlockCopies
 from nanovllm.outputs import Logprob
 from nanovllm.runner import prefill_graphs
 from nanovllm.runner.inputs import to_device
@@ -26,6 +27,9 @@ from nanovllm.sampling.feature import Sampled
 from nanovllm.sampling.features import COLUMNS, make_features
 from nanovllm.sampling.sampler import Sampler
 
+DraftTokens = optional("messages.verify", "DraftTokens")
+StateCopies = optional("messages.recurrent", "StateCopies")
+NO_COPIES = BlockCopies([], [])
 Drafts, Cascade = optional("runner.drafts", "Drafts"), optional("runner.cascade", "Cascade")
 VOCAB, EOS = 5, 0
 ROOT = 12345  # hash of the empty history
@@ -164,7 +168,8 @@ class FakeDevice:
         rows = self.drafts.rows_on_host(batch) if batch.num_rows > 1 else batch.req_indices
         assert req_indices.tolist() == rows.ravel().tolist() and len(tokens) == rows.size
         live = req_indices[self.length[req_indices] > 0]
-        assert len(live) == len(rows) + (0 if batch.num_rows == 1 else (batch.drafts >= 0).sum())
+        num_drafted = 0 if batch.num_rows == 1 else (batch.messages[DraftTokens].token_ids >= 0).sum()
+        assert len(live) == len(rows) + num_drafted
         self.last_token[req_indices] = self.sampled_tokens[req_indices] = tokens  # those of dead rows are undefined
         self.length[live] += 1
         wanted = [self.requests[i].params for i in batch.seq_ids.tolist()]
@@ -208,8 +213,9 @@ class FakeDevice:
         self.seen |= {"full budget"} if batch.num_tokens == self.config.max_num_batched_tokens else set()
         self.seen |= {"again"} if resumed.any() else set()
         self.seen |= {"fork"} if len(batch.req_indices) > len(set(batch.sampled_from.tolist())) else set()
-        self.seen |= {"block copy"} if len(batch.moves.block_copies) else set()
-        self.seen |= {"prefix copy"} if len(getattr(batch.moves, "prefix_copies", ())) else set()
+        before, after = batch.messages.get(BlockCopies, NO_COPIES)
+        self.seen |= {"block copy"} if after else set()
+        self.seen |= {"prefix copy"} if before else set()
 
     def reset(self):
         self.computed = None
@@ -271,14 +277,13 @@ class FakeDevice:
         return pick(state, seed, sampling.stop_ids[req_idx].tolist() if too_short else ())
 
     def _prefill(self, batch):
-        assert hasattr(batch.moves, "load_rows") == (self.states is not None)
+        assert (StateCopies in batch.messages) == (self.states is not None)
         if self.states is not None:
             self._advance_states(batch)
         arrays = self.prepare(batch)
         size = self.sizes.fit(arrays, batch.needs_every_state)
         step = SimpleNamespace(**self.take(batch, arrays))
-        if hasattr(batch.moves, "prefix_copies"):
-            self._copy_blocks(batch.moves.prefix_copies)
+        self._copy_blocks(batch.messages.get(BlockCopies, NO_COPIES).before)
         owners, states = (self._packed if size is None else self._padded)(batch, step, size)
         return self._outputs(batch, step, owners, states)
 
@@ -331,10 +336,11 @@ class FakeDevice:
 
     def _advance_states(self, batch):
         """Every layer reads and writes the states of all sequences of a prefill at once, in no order."""
-        moves, padding = batch.moves, self.config.max_num_seqs
+        (loads, saves, copies), padding = batch.messages[StateCopies], self.config.max_num_seqs
         seq_ids, own_rows = self.chunk_seq_ids, batch.chunk_req_indices.tolist()
         chunks = list(zip(map(self.requests.get, seq_ids), own_rows, batch.starts, batch.stops, strict=True))
-        loads, saves, copies = moves.load_rows.tolist(), moves.saves.tolist(), moves.state_copies.tolist()
+        assert loads.keys() == set(own_rows)
+        loads = [loads[row] for row in own_rows]
         written = [row for *_, row in saves]
         assert len(set(written)) == len(written) and not set(written) & set(loads)
         assert all(padding < row < len(self.states) for row in written)
@@ -343,8 +349,8 @@ class FakeDevice:
             state = ROOT if row == -1 else self.states[row]
             assert state == (request.states[start - 1] if start else ROOT)
             self.seen |= {"loaded snapshot"} if row > padding else set()
-        for i, position, row in saves:
-            request, _, start, stop = chunks[i]
+        for own, position, row in saves:
+            request, _, start, stop = chunks[own_rows.index(own)]
             assert start < position <= stop and position % self.grain == 0
             self.states[row] = request.states[position - 1]
         for i, (request, own, start, stop) in enumerate(chunks):
@@ -352,19 +358,19 @@ class FakeDevice:
             if i not in batch.sampled_from and request.params.max_tokens:  # cut: where the kernels' chunks end
                 assert stop % self.recurrent_rows.chunk == 0 or stop - stop % self.recurrent_rows.chunk <= start
         sampled = dict(zip(batch.req_indices.tolist(), batch.sampled_from.tolist(), strict=True))
-        assert copies == [[own_rows[i], row] for row, i in sampled.items() if row != own_rows[i]]
+        assert copies == [(own_rows[i], row) for row, i in sampled.items() if row != own_rows[i]]
         for source, target in copies:
             self.states[target] = self.states[source]
 
     def _copy_blocks(self, copies):
         size = self.block_size
-        for source, target in copies.tolist():
+        for source, target in copies:
             self.kv[target * size : (target + 1) * size] = self.kv[source * size : (source + 1) * size]
 
     def _outputs(self, batch, step, owners, states):
         """Of a prefill whose packed token i is position ``owners[i][1]`` of request ``owners[i][0]``, and left the
         hidden state ``states[i]``: block copies, sampled tokens, log-probabilities of prompt tokens."""
-        self._copy_blocks(batch.moves.block_copies)
+        self._copy_blocks(batch.messages.get(BlockCopies, NO_COPIES).after)
         num_sampled = len(batch.req_indices)
         assert len(step.logits_indices) <= len(self.chunk_seq_ids)
         logits = [states[i] for i in step.logits_indices]
@@ -421,6 +427,7 @@ class FakeDevice:
     def _verify(self, batch):
         """A decode step with drafts, which may be wrong: their slots then hold hashes of histories that never were."""
         state, size, Q = self.request_state, len(batch.req_indices), batch.num_rows
+        drafts = batch.messages[DraftTokens]
         assert self.states is None
         self.take(batch, self.prepare(batch))
         padded = min(size + 1, self.config.max_num_seqs)  # as for a graph
@@ -432,9 +439,9 @@ class FakeDevice:
         rows, tokens, requests = rows.numpy().reshape(padded, Q), [], [self.requests[i] for i in batch.seq_ids.tolist()]
         hashes = []
         for i, (request, length) in enumerate(zip(requests, batch.lengths.tolist(), strict=True)):
-            draft = batch.drafts[i][batch.drafts[i] >= 0].tolist()
+            draft = [token for token in drafts.token_ids[i].tolist() if token >= 0]
             n, num_dead = 1 + len(draft), Q - 1 - len(draft)
-            assert (batch.drafts[i, len(draft) :] == -1).all()
+            assert (drafts.token_ids[i, len(draft) :] == -1).all()
             assert length + len(draft) < request.limit
             assert context_lens[i].tolist() == [*range(length, length + n)] + [0] * num_dead
             assert positions[i, :n].tolist() == [*range(length - 1, length + n - 1)]
@@ -455,8 +462,8 @@ class FakeDevice:
                 sampled.append(self._sample(rows[i, j], length + j, history))
             tokens += sampled + [0] * (Q - len(sampled))
         tokens = np.array(tokens, np.int32)
-        num_accepted = batch.num_accepted(tokens.reshape(size, Q))
-        is_drafted = batch.drafts[:, 0] >= 0
+        num_accepted = drafts.num_accepted(tokens.reshape(size, Q))
+        is_drafted = drafts.token_ids[:, 0] >= 0
         self.seen |= {f"{n} accepted" for n in set(num_accepted[is_drafted].tolist())}
         self.seen |= set() if is_drafted.all() else {"one row beside drafts"}
         return tokens, rows[:size].ravel(), ()

@@ -178,9 +178,9 @@ class OneAtATime(BlockManager):
         self.has_admitted = True
         return super().allocate(seq)
 
-    def take_moves(self, *args):
+    def take_messages(self):
         self.has_admitted = False
-        return super().take_moves(*args)
+        return super().take_messages()
 
 
 def test_who_was_refused_because_of_the_prefill_is_asked_again():

@@ -6,6 +6,7 @@ from test_block_manager import admit, append
 from nanovllm.core import Sequence
 from nanovllm.engine.prefix_copies import MAX_TAILS, CopyingBlockManager
 from nanovllm.engine.scheduler import SequenceTable
+from nanovllm.messages.block_copies import BlockCopies
 
 
 def copying(num_blocks=6, block_size=8, min_copied_tokens=2):
@@ -20,8 +21,8 @@ def leave(manager, seq):
 def allocated(manager, tokens):
     seq = Sequence(tokens, block_size=manager.block_size)
     manager.allocate(seq)
-    copies = manager.take_moves([seq]).prefix_copies.tolist()
-    return seq, tuple(copies[0]) if copies else None
+    copies = manager.take_messages().get(BlockCopies)
+    return seq, copies.before[0] if copies else None
 
 
 def test_the_longest_beginning_is_copied():
@@ -83,7 +84,7 @@ def test_a_block_of_two_sequences_is_no_tail():
     seq = admit(manager, [1, 2, 3, 4])
     child = Sequence([1, 2, 3, 4], block_size=4)
     manager.fork(seq, child)
-    assert not len(manager.take_moves([seq]).block_copies)
+    assert BlockCopies not in manager.take_messages()
     manager.offer(child, 3)
     manager.deallocate(child)
     assert not manager.tails and manager.blocks[seq.block_table[0]].ref_count == 1

@@ -35,6 +35,7 @@ from nanovllm.engine.callers import Caller
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.engine.token_processor import TokenProcessor, TokenProcessors
+from nanovllm.messages.block_copies import BlockCopies
 from nanovllm.runner import prefill_graphs
 from nanovllm.validation import has_feature
 
@@ -947,8 +948,8 @@ def test_completions_share_the_prompt(caching, length):
     assert batch.seq_ids.tolist() == [first, first + 1, first + 2]  # max_num_seqs leaves one waiting
     tables, is_full = [seq.block_table for seq in harness.scheduler.running], length == 4
     assert len({table[0] for table in tables}) == 1 and len({table[-1] for table in tables}) == (1 if is_full else 3)
-    copies = [] if is_full else [[tables[0][1], table[1]] for table in tables[1:]]
-    assert batch.moves.block_copies.tolist() == copies
+    copies = [] if is_full else [(tables[0][1], table[1]) for table in tables[1:]]
+    assert batch.messages.get(BlockCopies, BlockCopies([], [])).after == copies
     harness.run_to_end()
 
 

@@ -5,7 +5,6 @@ Which states move in a batch, over random histories: ``test_scheduler.py``.
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from fake_device import chunk_seq_ids
 from helpers import needs
@@ -18,7 +17,7 @@ from nanovllm.core import PrefillBatch, Sequence
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.hybrid.block_manager import HybridBlockManager
 from nanovllm.engine.hybrid.snapshots import Snapshots
-from nanovllm.messages.recurrent import RecurrentRows
+from nanovllm.messages.recurrent import RecurrentRows, StateCopies
 
 
 class NaiveSnapshots:
@@ -164,7 +163,7 @@ def test_a_batch_ends_before_who_would_load_what_it_saves():
     first, second = harness.step(), harness.step()
     assert isinstance(first, PrefillBatch) and chunk_seq_ids(first) == ids[:2]
     assert isinstance(second, PrefillBatch) and chunk_seq_ids(second) == ids[2:]
-    assert second.starts.tolist() == [8, 8] and len(set(second.moves.load_rows.tolist())) == 1
+    assert second.starts.tolist() == [8, 8] and len(set(second.messages[StateCopies].loads.values())) == 1
     harness.run_to_end()
 
 
@@ -219,7 +218,7 @@ def test_equal_hashes_are_not_equal_prefixes(monkeypatch):
     seq = Sequence([1, 2, 3, 4, 5], block_size=2)
     manager.allocate(seq)
     manager.computed(seq, 0, 5)  # its last full block has the hash of its first
-    assert not len(manager.take_moves([seq]).saves)
+    assert not manager.take_messages()[StateCopies].saves
 
 
 def test_a_cut_prefill_ends_with_a_chunk():
@@ -249,5 +248,5 @@ def test_other_completions_wait_for_no_snapshot():
     harness = make()
     harness.add(prompt(2, 2), **GREEDY, n=3)
     batch = harness.step()
-    assert np.array_equal(batch.moves.state_copies, [[0, 1], [0, 2]])
+    assert batch.messages[StateCopies].after == [(0, 1), (0, 2)]
     assert cached(harness) == [0] and not harness.scheduler.block_manager._expected

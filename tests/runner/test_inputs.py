@@ -10,12 +10,11 @@ from histories import histories
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanovllm.core import DecodeBatch, Moves, NewSequences, PrefillBatch
+from nanovllm.core import DecodeBatch, NewSequences, PrefillBatch
 from nanovllm.readouts import merged
 from nanovllm.readouts.prompt_logprobs import PromptLogprobs
 from nanovllm.runner.inputs import prefill_arrays, to_device
-from nanovllm.runner.memory import BlockCopies
-from nanovllm.runner.prefix_copies import PrefixCopies
+from nanovllm.runner.memory import BlockCopier
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, MAX_NUM_SEQS, MAX_BLOCKS = 4, 6, 12
@@ -77,10 +76,9 @@ def test_prefill_against_a_naive_model(prefill):
         ]
     req_indices = slots[: len(sampled_from)]
     computed, starts, stops, _ = zip(*chunks, strict=True)
-    no_copies = np.empty((0, 2), np.int32)
     batch = PrefillBatch(
         int32(req_indices), np.arange(len(req_indices)), int32(sampled_from), int32(computed),
-        int32(starts), int32(stops), int32(tokens), NewSequences.of([]), Moves(no_copies),
+        int32(starts), int32(stops), int32(tokens), 1 + max(sampled_from, default=-1), NewSequences.of([]),
     )  # fmt: skip
     arrays = {name: values.tolist() for name, values in prefill_arrays(batch, mirror, BLOCK_SIZE).items()}
     found, ends = [], arrays["cu_seqlens_q"][1:]
@@ -110,10 +108,9 @@ def test_block_copies_and_targets():
     (scored,) = batch.readouts
     assert scored.sizes == [2, 4] and scored.seq_ids == [1, 2]
     arrays = prefill_arrays(batch, np.zeros((MAX_NUM_SEQS, MAX_BLOCKS), np.int32), BLOCK_SIZE)
-    for part in (BlockCopies(), PrefixCopies()):
-        part.prepare(batch, arrays)
-    assert (arrays["prefix_from"].tolist(), arrays["prefix_to"].tolist()) == ([1], [7])
-    assert (arrays["fork_from"].tolist(), arrays["fork_to"].tolist()) == ([3, 4], [9, 8])
+    BlockCopier().prepare(batch, arrays)
+    assert (arrays["before_from"].tolist(), arrays["before_to"].tolist()) == ([1], [7])
+    assert (arrays["after_from"].tolist(), arrays["after_to"].tolist()) == ([3, 4], [9, 8])
     assert arrays["target_rows"].tolist() == [3, 4, 7, 8, 9, 10]  # positions 4 and 5; 2 to 5
     assert arrays["target_ids"].tolist() == [-104, -105, -202, -203, -204, -205]
 

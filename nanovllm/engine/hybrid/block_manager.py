@@ -11,7 +11,8 @@ from nanovllm.config import Config
 from nanovllm.core import Sequence
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.hybrid.snapshots import Snapshots
-from nanovllm.messages.recurrent import RecurrentMoves
+from nanovllm.messages import Messages
+from nanovllm.messages.recurrent import StateCopies
 
 
 class HybridBlockManager(BlockManager):
@@ -43,8 +44,9 @@ class HybridBlockManager(BlockManager):
 
     def _begin(self) -> None:
         self.snapshots.used.clear()
-        self._loads: dict[int, int] = {}  # rows to load, see RecurrentMoves.of
-        self._saves: dict[int, list[tuple[int, int]]] = {}
+        self._hits: dict[int, int] = {}  # rows of snapshots, by the seq_id of those that begin with them
+        self._loads: dict[int, int] = {}  # see StateCopies
+        self._saves: list[tuple[int, int, int]] = []
         self._forked: list[tuple[Sequence, Sequence]] = []
 
     def hashes(self, seq: Sequence) -> list[int]:
@@ -83,7 +85,7 @@ class HybridBlockManager(BlockManager):
         prefix = super().allocate(seq)
         self.expect_no_more(seq)
         if prefix:
-            self._loads[seq.seq_id] = self.snapshots.hit(self._hash_at(seq, seq.num_computed_tokens))
+            self._hits[seq.seq_id] = self.snapshots.hit(self._hash_at(seq, seq.num_computed_tokens))
         return prefix
 
     def chunk_end(self, seq: Sequence, start: int, stop: int) -> int:
@@ -94,7 +96,7 @@ class HybridBlockManager(BlockManager):
     def computed(self, seq: Sequence, start: int, stop: int) -> None:
         """Record the initial state of a sequence and the snapshots that it saves."""
         super().computed(seq, start, stop)
-        self._loads.setdefault(seq.seq_id, seq.req_idx if start else -1)
+        self._loads[seq.req_idx] = self._hits.pop(seq.seq_id, seq.req_idx if start else -1)
         grain = self.snapshots.grain
         if not self.enable_prefix_caching or start // grain == stop // grain:
             return
@@ -105,25 +107,22 @@ class HybridBlockManager(BlockManager):
             position for position in positions if position == known_end
             or self._num_sharers(seq, position) > self._num_sharers(seq, position + grain)
         ]  # fmt: skip
-        saves = []
         for position in [*junctions, last]:
             # a snapshot must not outlive the cached block before it
             if position in positions and self.find(seq, position // seq.block_size - 1) is not None:
                 row = self.snapshots.save(self._hash_at(seq, position), position in junctions)
                 if row is not None:
-                    saves.append((position, row))
-        if saves:
-            self._saves[seq.seq_id] = sorted(saves)
+                    self._saves.append((seq.req_idx, position, row))
 
     def fork(self, seq: Sequence, child: Sequence) -> None:
         super().fork(seq, child)
         self._forked.append((seq, child))
 
-    def take_moves(self, seqs: list[Sequence]) -> RecurrentMoves:
-        copies = [(seq.req_idx, child.req_idx) for seq, child in self._forked]
-        moves = RecurrentMoves.of(super().take_moves(seqs), seqs, self._loads, self._saves, copies)
+    def take_messages(self) -> Messages:
+        after = [(seq.req_idx, child.req_idx) for seq, child in self._forked]
+        messages = super().take_messages() | {StateCopies: StateCopies(self._loads, self._saves, after)}
         self._begin()
-        return moves
+        return messages
 
     def _forget(self, block_id: int) -> None:
         block_hash = self.blocks[block_id].hash

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanovllm.attachments import Attachment
 from nanovllm.errors import RequestError
+from nanovllm.messages import Attachment
 from nanovllm.messages.images import ImagePart, ImageRows
 from nanovllm.models.vision import VisionConfig
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Union
 
-from nanovllm.attachments import Attachments
 from nanovllm.config import Config
 from nanovllm.engine.images.messages import image_types
+from nanovllm.engine.loading import Attachments
 from nanovllm.engine.text.chat_templates import NOT_TEXT, is_empty
 from nanovllm.engine.text.prompts import split_prompt
 from nanovllm.engine.text.tokenizer import AsyncTokenizer

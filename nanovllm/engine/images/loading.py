@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.attachments import Attachments, Loading
 from nanovllm.config import Config
 from nanovllm.engine.images.attachment import Images, wrong_count
 from nanovllm.engine.images.decoding import open_image
@@ -27,7 +26,7 @@ from nanovllm.engine.images.factory import KEYS, data_of, has_keys, options_of
 from nanovllm.engine.images.fetching import end_all
 from nanovllm.engine.images.messages import SizedImage, take_images
 from nanovllm.engine.images.sources import Permissions, name_of, read_source
-from nanovllm.engine.loading import NUM_THREADS
+from nanovllm.engine.loading import NUM_THREADS, Attachments, Loading
 from nanovllm.engine.text.prompts import as_token_ids, split_prompt
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.errors import CheckpointError, ConfigError, RequestError, as_request_error

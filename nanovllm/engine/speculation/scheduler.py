@@ -6,6 +6,7 @@ tokens have a draft that pays, the scheduler waits for the step in flight. Other
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from nanovllm.core import Batch, DecodeBatch, PrefillBatch, Sequence
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import NO_TOKEN, Scheduler
 from nanovllm.engine.speculation.lookup import Speculator
-from nanovllm.messages.verify import MAX_VERIFIED_SEQS, VerifyBatch
+from nanovllm.messages.verify import MAX_VERIFIED_SEQS, DraftTokens
 
 
 class SpeculativeScheduler(Scheduler):
@@ -59,7 +60,8 @@ class SpeculativeScheduler(Scheduler):
         new_blocks = batch.new_blocks
         if more_blocks := self._make_room(*found, drafts):
             new_blocks = np.concatenate([new_blocks, np.array(more_blocks, np.int32)])
-        return VerifyBatch(batch.req_indices, batch.seq_ids, batch.lengths, new_blocks, drafts)
+        messages = batch.messages | {DraftTokens: DraftTokens(drafts)}
+        return replace(batch, new_blocks=new_blocks, num_rows=1 + drafts.shape[1], messages=messages)
 
     def _propose(self, req_indices: np.ndarray, lengths: np.ndarray) -> np.ndarray | None:
         """Drafts of the next step, int32 [B, Q - 1], if it pays to verify them."""
@@ -90,25 +92,26 @@ class SpeculativeScheduler(Scheduler):
 
         Tokens after the end of a sequence are surplus.
         """
-        if not isinstance(batch, VerifyBatch):
+        drafts: DraftTokens | None = batch.messages.get(DraftTokens)
+        if drafts is None:
             self.speculator.took_in(len(batch.req_indices), 1, batch.is_decode)
             return super().steps(batch, result, one_by_one)
-        table, req_indices, num_accepted = self.table, batch.req_indices, batch.num_accepted(result.token_ids)
-        self.speculator.verified(batch.seq_ids.tolist(), batch.drafts, num_accepted)
+        table, req_indices, num_accepted = self.table, batch.req_indices, drafts.num_accepted(result.token_ids)
+        self.speculator.verified(batch.seq_ids.tolist(), drafts.token_ids, num_accepted)
         num_computed, alive = batch.lengths + num_accepted, table.seq_id[req_indices] == batch.seq_ids
         for i in self._extended:
             if alive[i]:
                 self._trim(self._seqs[int(req_indices[i])], int(num_computed[i]))
         table.num_scheduled[req_indices[alive]] = num_computed[alive] + 1
         columns, rows = np.nonzero(np.arange(batch.num_rows)[:, None] <= num_accepted)
-        plain = batch.part(rows, columns), part_of(result, rows, columns)
+        plain = part_of(batch, result, rows, columns)
         may_end = self._num_stopping[plain[1].token_ids].any()
         may_end |= (num_computed + 1 >= table.max_tokens[req_indices]).any()
         if not (one_by_one or may_end or not alive.all()):
             return [plain]
         parts = [(rows[columns == column], column) for column in range(columns[-1] + 1)]
         self.num_in_flight += len(parts) - 1
-        return [(batch.part(*part), part_of(result, *part)) for part in parts]
+        return [part_of(batch, result, *part) for part in parts]
 
     def _trim(self, seq: Sequence, num_computed: int) -> None:
         """Take back the blocks after the first ``num_computed`` tokens: their draft was wrong."""
@@ -126,7 +129,10 @@ class SpeculativeScheduler(Scheduler):
         return self.speculator.counters()
 
 
-def part_of(result: Any, rows: np.ndarray, columns: np.ndarray | int) -> Any:
-    """The ``StepResult`` of ``VerifyBatch.part``."""
-    logprobs = None if result.logprobs is None else result.logprobs[rows, columns]
-    return result._replace(token_ids=result.token_ids[rows, columns], logprobs=logprobs)
+def part_of(batch: Batch, result: Any, rows: np.ndarray, columns: np.ndarray | int) -> tuple[DecodeBatch, Any]:
+    """A plain step of the tokens sampled at these places; several tokens of a sequence are in their order."""
+    lengths, logprobs = batch.lengths[rows] + columns, result.logprobs
+    if logprobs is not None:
+        logprobs = logprobs.reshape(*result.token_ids.shape, -1)[rows, columns]
+    plain = DecodeBatch(batch.req_indices[rows], batch.seq_ids[rows], lengths, np.empty((0, 3), np.int32))
+    return plain, result._replace(token_ids=result.token_ids[rows, columns], logprobs=logprobs)
