@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from nanovllm import LLM, RequestError, SamplingParams
-from nanovllm.engine.text import tokenizer
+from nanovllm.engine.text import limits, tokenizer
 from nanovllm.engine.text.chat_templates import takes_parts
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
@@ -118,7 +118,8 @@ def test_a_template_that_explodes(demo, monkeypatch):
     with refuses("the model's chat template takes more than 0.3 s for these messages: one of its loops"):
         demo.chat(HI, use_tqdm=False, chat_template=loops)
     assert prompt_of(demo, HI, chat_template=THINKING) == "<user>hi<a>"
-    monkeypatch.setattr(tokenizer, "MAX_CHARACTERS", 1000)
+    for module, limit in ((tokenizer, "MAX_CHARACTERS"), (limits, "MAX_CHARACTERS"), (tokenizer, "LONG")):
+        monkeypatch.setattr(module, limit, 1000)
     with refuses("the text has 5,000 characters; allowed are 1,000."):
         demo.chat(HI, use_tqdm=False, chat_template="{{ 'x' * 5000 }}")
     with refuses("prompt 1: the text has 1,001 characters; allowed are 1,000."):

@@ -194,7 +194,7 @@ def test_texts_that_are_too_long_are_not_tokenized(demo, monkeypatch):
     long, cut = "word " * 20_000, SamplingParams(max_tokens=1, truncate_prompt_tokens=4)
     assert len(demo.tokenize([long])[0]) == len(demo.tokenize([long], True, cut)[0]) > 4096
     assert len(demo.generate(["a", long], [NONE, cut], use_tqdm=False)[1].prompt_token_ids) == 4
-    text = "the text has 100,000 characters, which are at least 7,692 tokens; at most max_model_len=4096 fit. Shorten"
+    text = "the text has 100,000 characters, which are at least 6,153 tokens; at most max_model_len=4096 fit. Shorten"
     for use in (demo.add_request, demo.submit, demo.embed, lambda x: next(demo.stream(x)), lambda x: demo.rerank(
             "hi", [x], template="{document}", tokens=("1", "2")), lambda x: demo.tokenize([x], sampling_params=NONE)):
         with refuses(text):
@@ -203,6 +203,9 @@ def test_texts_that_are_too_long_are_not_tokenized(demo, monkeypatch):
         demo.generate(["a", long], NONE, use_tqdm=False)
     with refuses("the text has 100,"):
         demo.chat([{"role": "user", "content": long}], NONE, use_tqdm=False)
+    monkeypatch.undo()
+    with refuses("the text has 10,000,000 characters, which are at least 615,384 tokens; at most max_model_len=4096"):
+        demo.generate("word " * 2_000_000, NONE, use_tqdm=False)
     assert demo.is_finished()
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from nanovllm.engine.text.chat_templates import FORMATS, best_template, takes_parts, variables, with_contents
 from nanovllm.engine.text.detokenizer import TokenText, decode, decode_completion, decode_tokens
 from nanovllm.engine.text.fast_tokenizer import FastTokenizer, load_fast
-from nanovllm.engine.text.lengths import LONG, Lengths, check_growth
+from nanovllm.engine.text.limits import LONG, MAX_CHARACTERS, check_growth, check_length
 from nanovllm.engine.text.reasoning import THINK, ReasoningMarks, finder_of, marks_of
 from nanovllm.engine.text.template_worker import TemplateWorker
 from nanovllm.errors import CheckpointError, RequestError, as_request_error
@@ -26,7 +26,6 @@ from nanovllm.utils.checkpoint import LOADING_LOCK
 T = TypeVar("T")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 TEMPLATE_SECONDS = 20.0  # limit for one conversation; most take a millisecond
-MAX_CHARACTERS = 100_000_000  # longest text: a minute of tokenizing, and more tokens than any context
 
 
 class AsyncTokenizer:
@@ -44,7 +43,6 @@ class AsyncTokenizer:
         self._source = model_path, trust_remote_code
         self._marks: ReasoningMarks | None = None  # marks that the user has set
         self._no_text = done("")  # shared, because making one takes as long as the rest of an output
-        self._lengths = Lengths()
         self._templates = TemplateWorker()
         if not skip:
             if not any((Path(model_path) / name).exists() for name in TOKENIZER_FILES):
@@ -90,10 +88,8 @@ class AsyncTokenizer:
         tokenizer = self._required()
         for i, text in enumerate(texts, first):
             which = f"prompt {i}: " if first + len(texts) > 1 else ""
-            if text and len(text) > MAX_CHARACTERS:
-                raise RequestError(f"{which}the text has {len(text):,} characters; allowed are {MAX_CHARACTERS:,}.")
-            if text and fit is not None and len(text) > LONG:
-                self._lengths.check(which, text, *fit, tokenizer)
+            if text and len(text) > LONG:
+                check_length(which, text, fit, tokenizer)
             try:
                 (text or "").encode()
             except UnicodeEncodeError as error:
