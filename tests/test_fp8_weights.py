@@ -26,11 +26,11 @@ from nanovllm.layers import quantization as fp8_weights
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.linear import MergedColumnParallelLinear
 from nanovllm.layers.quantization import quantize, quantized
-from nanovllm.layers.weight_loader import CheckpointTensor
 from nanovllm.models.config_reader import read_model_config
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import init_dummy_weights, load_model
 from nanovllm.models.quantization_config import linears
+from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
 E4M3 = torch.float8_e4m3fn
 LINEARS = list(linears(0))

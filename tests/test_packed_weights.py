@@ -24,7 +24,6 @@ from nanovllm.kernels import int4
 from nanovllm.kernels.linear.reference import Weight, fused_linear
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.layers.packed_weights import PackedTensors
-from nanovllm.layers.weight_loader import CheckpointTensor
 from nanovllm.models import packed_config
 from nanovllm.models.config_reader import read_model_config
 from nanovllm.models.decoder import CausalLM
@@ -32,6 +31,7 @@ from nanovllm.models.loader import WeightFiller, init_dummy_weights, load_model
 from nanovllm.models.quantization_config import PackedInts
 from nanovllm.runner import packing
 from nanovllm.runner.device import describe
+from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
 MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=80)
 MORE = {

@@ -19,11 +19,11 @@ from torch import nn
 
 from nanovllm import kernels
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
-from nanovllm.kernels.fp8 import E4M3
 from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
 from nanovllm.layers.layernorm import RMSNorm, norm_all_heads
 from nanovllm.layers.precision import add_weight, new_bias, shared_rows
-from nanovllm.layers.weight_loader import CheckpointTensor, HeadOrders, Shards, copy_bias, copy_shard
+from nanovllm.layers.weight_loader import HeadOrders, Shards, copy_bias, copy_shard
+from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
 
 class ReplicatedLinear(nn.Module):
@@ -140,5 +140,5 @@ class RowParallelLinear(ReplicatedLinear):
         else:
             order = None if param is self.weight_scale else self.head_order
             copy_shard(param, loaded, 1, self.tp.rank, self.tp.size, order)
-        if self.scale != 1 and param.is_floating_point() and param.dtype != E4M3:  # else its scale is multiplied
+        if self.scale != 1 and param.is_floating_point() and param.dtype.itemsize > 1:  # FP8 has a scale for it
             param.mul_(self.scale)

@@ -17,7 +17,7 @@ from torch import nn
 
 from nanovllm.errors import CheckpointError
 from nanovllm.kernels import int4
-from nanovllm.layers.weight_loader import CheckpointTensor, check_dtype
+from nanovllm.utils.checkpoint_tensor import CheckpointTensor, check_dtype
 
 if TYPE_CHECKING:
     from nanovllm.models.quantization_config import PackedInts

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from nanovllm.errors import CheckpointError
 from nanovllm.kernels import mxfp4
 from nanovllm.kernels.fp8 import E4M3, E4M3_MAX
-from nanovllm.layers.weight_loader import CheckpointTensor, check_dtype
+from nanovllm.utils.checkpoint_tensor import CheckpointTensor, check_dtype
 
 MIN_SCALE = 1e-12  # scale of a group of zeros
 ROWS_BYTES = 64 << 20  # fp32 values held at once: a running engine has little room

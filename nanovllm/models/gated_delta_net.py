@@ -20,8 +20,9 @@ from nanovllm.layers.context import Context
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.layers.weight_loader import CheckpointTensor, Shard, Shards, row_loader
+from nanovllm.layers.weight_loader import Shard, Shards, row_loader
 from nanovllm.models.config import LayerConfig, ModelConfig
+from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
 
 def has_quantized_linears(config: ModelConfig) -> bool:

@@ -19,12 +19,13 @@ from nanovllm.kernels import int4
 from nanovllm.kernels.fp8 import E4M3
 from nanovllm.layers.packed_weights import ALL_KINDS, PackedTensors, check_in_order, needed
 from nanovllm.layers.quantization import Scales, dequantized_mxfp4, quantized, read_kv_scales
-from nanovllm.layers.weight_loader import CheckpointTensor, copy_shard
+from nanovllm.layers.weight_loader import copy_shard
 from nanovllm.models.lora import Change, read_adapter
 from nanovllm.models.lora_config import ADVICE
 from nanovllm.models.packed_config import scheme_of
 from nanovllm.models.quantization_config import EXPERT_PARTS, KV_SCALES, PackedInts
 from nanovllm.utils.checkpoint import open_tensors, read_json, tensor_names
+from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
 DIGEST_ROWS = 4096  # rows in memory at once, of an LM head or of the embedding that it should equal
 DUMMY_STD = 0.02  # standard deviation of random weights, as in transformers

@@ -21,10 +21,11 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.layers.precision import add_mxfp4_weight, add_weight, new_bias
 from nanovllm.layers.quantization import mxfp4_bytes, mxfp4_scales
-from nanovllm.layers.weight_loader import CheckpointTensor, Shard, Shards, copy_bias, copy_shard
+from nanovllm.layers.weight_loader import Shard, Shards, copy_bias, copy_shard
 from nanovllm.models.config import LayerConfig, ModelConfig, MoEConfig
 from nanovllm.models.decoder import MLP
 from nanovllm.models.families import Family
+from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
 
 class Router(nn.Module):
