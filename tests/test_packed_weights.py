@@ -20,7 +20,6 @@ from test_lora import train
 from nanovllm import LLM, CheckpointError, ConfigError, EngineError
 from nanovllm.contrib.as_vllm.options import to_nanovllm
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
-from nanovllm.kernels import int4
 from nanovllm.kernels.linear.reference import Weight, fused_linear
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.layers.packed_weights import PackedTensors
@@ -29,6 +28,7 @@ from nanovllm.models.config_reader import read_model_config
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import WeightFiller, init_dummy_weights, load_model
 from nanovllm.models.quantization_config import PackedInts
+from nanovllm.quantization.int4 import numbers as int4
 from nanovllm.runner import packing
 from nanovllm.runner.device import describe
 from nanovllm.utils.checkpoint_tensor import CheckpointTensor
@@ -719,7 +719,7 @@ def random_weight(N, C, size, symmetric, dtype=torch.bfloat16):
     codes = torch.randint(0, 16, (N, C), dtype=torch.uint8)
     scale = (torch.rand(N, C // size) * 0.01 + 0.001).to(dtype)
     zero = None if symmetric else torch.randint(0, 17, (N, C // size), dtype=torch.int8)
-    words = int4.packed(codes, int4.tile_of(size))
+    words = int4.words_of(codes, int4.tile_of(size))
     exact = (codes.double() - (8 if zero is None else zero.double().repeat_interleave(size, 1)))
     return Weight(words, scale, zero=zero), exact * scale.double().repeat_interleave(size, 1)
 
@@ -730,7 +730,7 @@ def test_dequantized(N, C, size, symmetric, dtype):
     """Each number is rounded once."""
     weight, exact = random_weight(N, C, size, symmetric, dtype)
     assert torch.equal(weight.dequantize(dtype), exact.to(dtype)) and weight.num_channels == C
-    assert torch.equal(int4.packed(int4.codes_of(weight.data), 1), weight.data)
+    assert torch.equal(int4.words_of(int4.codes_of(weight.data), 1), weight.data)
 
 
 @needs_product

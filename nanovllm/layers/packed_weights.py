@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from nanovllm.errors import CheckpointError
-from nanovllm.kernels import int4
+from nanovllm.quantization.int4 import numbers as int4
 from nanovllm.utils.checkpoint_tensor import CheckpointTensor, check_dtype
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ class PackedTensors:
         size, (_, C) = data.shape[-1] * int4.CODES // scale.shape[-1], self.shape
         if C % size or C % int4.CODES:
             raise CheckpointError(f"module {self.name!r} has {C} input channels, expected a multiple of {size}.")
-        pairs = [(data, int4.packed(self.codes, int4.tile_of(size))), (scale, self.spread(self.scales, size))]
+        pairs = [(data, int4.words_of(self.codes, int4.tile_of(size))), (scale, self.spread(self.scales, size))]
         if self.zeros is not None:
             pairs.append((zero, self.spread(self.zeros, size).to(torch.int8)))
         if order is not None and self.order is not None:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from nanovllm.kernels import int4, mxfp4
-from nanovllm.kernels.fp8 import E4M3
 from nanovllm.layers.packed_weights import new_int4_weight
+from nanovllm.quantization.fp8.numbers import E4M3
+from nanovllm.quantization.int4 import numbers as int4
+from nanovllm.quantization.mxfp4 import numbers as mxfp4
 
 if TYPE_CHECKING:
     from nanovllm.models.quantization_config import PackedInts

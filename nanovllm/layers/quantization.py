@@ -12,15 +12,11 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from nanovllm.errors import CheckpointError
-from nanovllm.kernels import mxfp4
-from nanovllm.kernels.fp8 import E4M3, E4M3_MAX
+from nanovllm.quantization.fp8.numbers import quantize
+from nanovllm.quantization.mxfp4 import numbers as mxfp4
 from nanovllm.utils.checkpoint_tensor import CheckpointTensor, check_dtype
-
-MIN_SCALE = 1e-12  # scale of a group of zeros
-ROWS_BYTES = 64 << 20  # fp32 values held at once: a running engine has little room
 
 
 def mxfp4_bytes(loaded: CheckpointTensor) -> CheckpointTensor:
@@ -67,29 +63,6 @@ def dequantized_mxfp4(blocks: CheckpointTensor, scales: CheckpointTensor, dtype:
         return whole.mT[:, channels]
 
     return CheckpointTensor(blocks.name, [E, num_groups * mxfp4.GROUP, N], read)
-
-
-def quantize(weight: torch.Tensor, block: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """[n, C] -> data (e4m3) [n, C] and scale (fp32) [ceil(n / block), ceil(C / block)], or [n, 1] without a block.
-
-    scale = max|w| / 448 of each block or row, data = w / scale rounded to nearest.
-    """
-    n, C = weight.shape
-    height, width = (block, block) if block else (1, C)
-    data = torch.empty(weight.shape, dtype=E4M3, device=weight.device)
-    scale = torch.empty(-(-n // height), -(-C // width), dtype=torch.float32, device=weight.device)
-    step = max(1, ROWS_BYTES // (4 * C * height))  # rows of scales
-    for i in range(0, len(scale), step):
-        rows = slice(i * height, (i + step) * height)
-        wide = weight[rows].float()
-        padded = F.pad(wide, (0, -C % width, 0, -len(wide) % height))
-        blocks = padded.unflatten(1, (-1, width)).unflatten(0, (-1, height))
-        # not / E4M3_MAX, which a GPU rounds otherwise than a CPU: it multiplies by the reciprocal of a number
-        spread = scale[i : i + step] = (blocks.abs().amax(dim=(1, 3)) * (1 / E4M3_MAX)).clamp_(min=MIN_SCALE)
-        if block:
-            spread = spread.repeat_interleave(block, 0)[: len(wide)].repeat_interleave(block, 1)[:, :C]
-        data[rows] = (wide / spread).to(E4M3)
-    return data, scale
 
 
 def quantized(param: Any, loaded: CheckpointTensor) -> list[tuple[Any, CheckpointTensor]]:

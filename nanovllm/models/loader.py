@@ -15,8 +15,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.errors import CheckpointError
-from nanovllm.kernels import int4
-from nanovllm.kernels.fp8 import E4M3
 from nanovllm.layers.packed_weights import ALL_KINDS, PackedTensors, check_in_order, needed
 from nanovllm.layers.quantization import Scales, dequantized_mxfp4, quantized, read_kv_scales
 from nanovllm.layers.weight_loader import copy_shard
@@ -24,6 +22,8 @@ from nanovllm.models.lora import Change, read_adapter
 from nanovllm.models.lora_config import ADVICE
 from nanovllm.models.packed_config import scheme_of
 from nanovllm.models.quantization_config import EXPERT_PARTS, KV_SCALES, PackedInts
+from nanovllm.quantization.fp8.numbers import E4M3
+from nanovllm.quantization.int4 import numbers as int4
 from nanovllm.utils.checkpoint import open_tensors, read_json, tensor_names
 from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 

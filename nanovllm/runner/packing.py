@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.kernels import int4
 from nanovllm.kernels.linear.reference import pack
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.models.packed_config import OTHERS, merged_name
+from nanovllm.quantization.int4 import numbers as int4
 
 MAX_BYTES = 4 << 30  # limit for copied weights: other programs need the host's memory
 

@@ -35,7 +35,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..fp8 import E4M3
+from nanovllm.quantization.fp8.numbers import E4M3
+
 from ..launch import (
     has_inline_asm,
     launch,
