@@ -28,7 +28,7 @@ from nanovllm.layers.quantization import quantize, quantized
 from nanovllm.models.config_reader import read_model_config
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import init_dummy_weights, load_model
-from nanovllm.models.quantization_config import linears
+from nanovllm.quantization.fields import linears
 from nanovllm.quantization.fp8 import numbers as fp8_numbers
 from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 

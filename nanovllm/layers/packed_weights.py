@@ -20,7 +20,7 @@ from nanovllm.quantization.int4 import numbers as int4
 from nanovllm.utils.checkpoint_tensor import CheckpointTensor, check_dtype
 
 if TYPE_CHECKING:
-    from nanovllm.models.quantization_config import PackedInts
+    from nanovllm.quantization.int4.rules import IntScheme
 
 # AWQ's order of the eight features of a word
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
@@ -33,7 +33,7 @@ KINDS = {  # by layout: suffixes of a module's tensors, codes, scales and zeros 
 ALL_KINDS = frozenset(kind for kinds in KINDS.values() for kind in kinds)
 
 
-def new_int4_weight(output_size: int, input_size: int, scheme: "PackedInts",
+def new_int4_weight(output_size: int, input_size: int, scheme: "IntScheme",
                     *experts: int) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter | None, torch.Tensor | None]:
     """Words, scale, zero and order of a weight, uninitialised, for N and C of this rank.
 
@@ -50,7 +50,7 @@ def new_int4_weight(output_size: int, input_size: int, scheme: "PackedInts",
     return data, scale, zero, order
 
 
-def needed(scheme: "PackedInts") -> set[str]:
+def needed(scheme: "IntScheme") -> set[str]:
     """Kinds of a module's tensors that are read together. GPTQ's ``g_idx`` without an order is checked by itself."""
     kinds = set(KINDS[scheme.layout])
     if scheme.layout == "compressed-tensors" and scheme.symmetric:
@@ -58,7 +58,7 @@ def needed(scheme: "PackedInts") -> set[str]:
     return kinds if scheme.act_order else kinds - {"g_idx"}
 
 
-def check_in_order(scheme: "PackedInts", g_idx: CheckpointTensor) -> None:
+def check_in_order(scheme: "IntScheme", g_idx: CheckpointTensor) -> None:
     """Raises CheckpointError unless each group has neighbouring channels."""
     groups = g_idx.read(...).long()
     places = torch.arange(len(groups), device=groups.device)
@@ -74,7 +74,7 @@ class PackedTensors:
     """The tensors of a module, by their kinds."""
 
     name: str  # the module's name in the checkpoint
-    scheme: "PackedInts"
+    scheme: "IntScheme"
     tensors: dict[str, CheckpointTensor]
 
     def check(self) -> None:

@@ -20,10 +20,10 @@ from nanovllm.quantization.int4 import numbers as int4
 from nanovllm.quantization.mxfp4 import numbers as mxfp4
 
 if TYPE_CHECKING:
-    from nanovllm.models.quantization_config import PackedInts
+    from nanovllm.quantization.int4.rules import IntScheme
 
 
-def add_weight(module: nn.Module, name: str, output_size: int, input_size: int, precision: "int | PackedInts | None",
+def add_weight(module: nn.Module, name: str, output_size: int, input_size: int, precision: "int | IntScheme | None",
                *experts: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Register a weight, and the ``X_scale``, ``X_zero`` and ``X_order`` that it has. Returns the last two.
 
@@ -74,7 +74,7 @@ def new_bias(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
-def shared_rows(precision: "int | PackedInts | None", parts: list[int]) -> int:
+def shared_rows(precision: "int | IntScheme | None", parts: list[int]) -> int:
     """Number of consecutive output features that share their scales; 1 without blocks.
 
     Known before the weights are, since kernels are chosen and CUDA graphs captured by it.

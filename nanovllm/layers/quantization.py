@@ -1,7 +1,7 @@
 """Loads quantized checkpoint tensors into the parameters of ``precision.py``.
 
 FP8 of each published form, 16-bit tensors that become FP8 as they load, MXFP4 experts, scales of an FP8 KV cache.
-``models/quantization_config.py`` says which weights are quantized.
+``quantization/`` says which weights are quantized.
 
 Legend: N output features, C input channels, both of a checkpoint tensor.
 """

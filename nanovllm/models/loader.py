@@ -20,10 +20,11 @@ from nanovllm.layers.quantization import Scales, dequantized_mxfp4, quantized, r
 from nanovllm.layers.weight_loader import copy_shard
 from nanovllm.models.lora import Change, read_adapter
 from nanovllm.models.lora_config import ADVICE
-from nanovllm.models.packed_config import scheme_of
-from nanovllm.models.quantization_config import EXPERT_PARTS, KV_SCALES, PackedInts
+from nanovllm.quantization.fields import EXPERT_PARTS
 from nanovllm.quantization.fp8.numbers import E4M3
+from nanovllm.quantization.fp8.rules import KV_SCALES
 from nanovllm.quantization.int4 import numbers as int4
+from nanovllm.quantization.int4.rules import IntScheme, scheme_of
 from nanovllm.utils.checkpoint import open_tensors, read_json, tensor_names
 from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
@@ -85,7 +86,7 @@ class WeightFiller:
         # Names here of checkpoint tensors:
         self.adapted = names | {f"{name}_scale" for name in names} & set(self._targets)  # the adapter changes them
         self._only = None if only is None else only | self.adapted
-        self._packed = [layer.packed for layer in config.layers]
+        self._int_schemes = [layer.int_schemes for layer in config.layers]
         # Modules that become one tensor -> their tensors that have come, by kind.
         self._waiting: dict[str, dict[str, CheckpointTensor]] = {}
         every = {part for _, _, parts in self._targets.values() for part in parts}
@@ -169,7 +170,7 @@ class WeightFiller:
         halves = self._gathered(name, kind, tensor, {"blocks", "scales"})
         return (name, dequantized_mxfp4(halves["blocks"], halves["scales"], param.dtype)) if halves else None
 
-    def _of_packed(self, name: str, tensor: CheckpointTensor, scheme: PackedInts) -> PackedTensors | None:
+    def _of_packed(self, name: str, tensor: CheckpointTensor, scheme: IntScheme) -> PackedTensors | None:
         """The tensors of a module of packed integers; None before the last has come, and where one is read alone."""
         module, _, kind = name.rpartition(".")
         if kind == "bias":  # zeros, which AutoGPTQ stored where the model has no bias
@@ -186,14 +187,14 @@ class WeightFiller:
         packed.check()
         return packed
 
-    def _scheme_of(self, name: str) -> PackedInts | None:
+    def _scheme_of(self, name: str) -> IntScheme | None:
         """The scheme of a tensor's module, if the tensor is of packed integers; names here."""
         module, _, kind = name.rpartition(".")
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module)
         is_extra = kind == "bias" and name not in self._targets
-        if not (match and (kind in ALL_KINDS or is_extra) and int(match[1]) < len(self._packed)):
+        if not (match and (kind in ALL_KINDS or is_extra) and int(match[1]) < len(self._int_schemes)):
             return None
-        return scheme_of(self._packed[int(match[1])], match[2])
+        return scheme_of(self._int_schemes[int(match[1])], match[2])
 
     def _gathered(self, module: str, kind: str, tensor: CheckpointTensor,
                   kinds: set[str]) -> dict[str, CheckpointTensor] | None:
