@@ -24,12 +24,14 @@ from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.linear import MergedColumnParallelLinear
-from nanovllm.layers.quantization import quantize, quantized
 from nanovllm.models.config_reader import read_model_config
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import init_dummy_weights, load_model
 from nanovllm.quantization.fields import linears
 from nanovllm.quantization.fp8 import numbers as fp8_numbers
+from nanovllm.quantization.fp8.numbers import quantize
+from nanovllm.quantization.fp8.rules import Fp8
+from nanovllm.quantization.fp8.tensors import quantized
 from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
 E4M3 = torch.float8_e4m3fn
@@ -713,7 +715,7 @@ def test_update_of_blocks(published, make_llm):
 def test_update_of_a_single_block(rows):
     """A tensor that is smaller than a block has one scale, in 16 bits too."""
     with torch.no_grad():
-        layer, weight = MergedColumnParallelLinear(96, [rows, 200], precision=128), torch.randn(rows + 200, 96)
+        layer, weight = MergedColumnParallelLinear(96, [rows, 200], precision=Fp8(128)), torch.randn(rows + 200, 96)
         for i, part in enumerate(weight.split([rows, 200])):
             for param, tensor in quantized(layer.weight, CheckpointTensor.of("w", part)):
                 param.weight_loader(param, tensor, i)

@@ -22,13 +22,13 @@ from nanovllm.contrib.as_vllm.options import to_nanovllm
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.kernels.linear.reference import Weight, fused_linear
 from nanovllm.layers.linear import ReplicatedLinear
-from nanovllm.layers.packed_weights import PackedTensors
 from nanovllm.models.config_reader import read_model_config
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import WeightFiller, init_dummy_weights, load_model
 from nanovllm.quantization.int4 import numbers as int4
 from nanovllm.quantization.int4 import rules as int4_rules
 from nanovllm.quantization.int4.rules import IntScheme
+from nanovllm.quantization.int4.tensors import IntTensors
 from nanovllm.runner import packing
 from nanovllm.runner.device import describe
 from nanovllm.utils.checkpoint_tensor import CheckpointTensor
@@ -556,7 +556,7 @@ def test_modules_of_few_features(form, N, bits):
     codes, scales, zeros, made = packed_checkpoints.quantized(torch.randn(N, 96), 32, False, scheme.bits)
     parts = packed_checkpoints.LAYOUTS[form](codes, scales, zeros, symmetric=False, bits=scheme.bits)
     tensors = {kind: CheckpointTensor.of(kind, tensor) for kind, tensor in parts.items()}
-    assert torch.equal(PackedTensors("", scheme, tensors).dequantized().read(...), made)
+    assert torch.equal(IntTensors("", scheme, tensors).dequantized().read(...), made)
 
 
 def test_tensors_without_effect(published, tmp_path):

@@ -10,8 +10,8 @@ from nanovllm.errors import ConfigError
 from nanovllm.models.families import Family
 from nanovllm.models.rope import RopeScaling
 from nanovllm.quantization.fields import linears
-from nanovllm.quantization.fp8.rules import RENAMED_TENSORS, UNUSED_TENSORS
-from nanovllm.quantization.mxfp4 import rules as mxfp4
+from nanovllm.quantization.fp8.rules import RENAMED_TENSORS, UNUSED_TENSORS, Fp8
+from nanovllm.quantization.mxfp4.rules import GROUP, Mxfp4
 
 if TYPE_CHECKING:
     from nanovllm.quantization.int4.rules import IntScheme
@@ -134,10 +134,14 @@ class ModelConfig:
         layers = tuple(replace(layer, fp8_linears=names) for layer in self.layers)
         return self if self.quant_method else replace(self, layers=layers, fp8=0)
 
-    def precision(self, layer: LayerConfig, name: str) -> "int | IntScheme | None":
-        """How a decoder layer's linear layer is stored: ``fp8``, or 4-bit integers; None: 16 bits."""
+    def precision(self, layer: LayerConfig, name: str) -> "Fp8 | IntScheme | Mxfp4 | None":
+        """How a decoder layer's linear layer is stored, a key of ``linears``; None: 16 bits."""
         scheme = dict(layer.int_schemes).get(name)
-        return scheme if scheme and scheme.bits == 4 else self.fp8 if name in layer.fp8_linears else None
+        if scheme and scheme.bits == 4:
+            return scheme
+        if self.quant_method == "mxfp4" and name.startswith("mlp.experts."):
+            return Mxfp4()
+        return Fp8(self.fp8) if self.fp8 is not None and name in layer.fp8_linears else None
 
     def has_int_weights(self, start: str = "") -> bool:
         """Whether a linear layer whose name has this start is stored as group-quantized integers."""
@@ -197,9 +201,9 @@ class ModelConfig:
                 f"tensor_parallel_size={size} cuts the groups of weights that GPTQ has ordered by their activations "
                 "(desc_act). Use tensor_parallel_size=1, or a checkpoint without desc_act."
             )
-        if self.moe and self.quant_method == "mxfp4" and self.moe.expert_size // size % mxfp4.GROUP:
+        if self.moe and self.quant_method == "mxfp4" and self.moe.expert_size // size % GROUP:
             raise ConfigError(
-                f"tensor_parallel_size={size} must leave each rank a multiple of {mxfp4.GROUP} of the "
+                f"tensor_parallel_size={size} must leave each rank a multiple of {GROUP} of the "
                 f"{self.moe.expert_size} intermediate units of an expert, which share a scale of MXFP4."
             )
         if self.num_key_value_heads % size and size % self.num_key_value_heads:

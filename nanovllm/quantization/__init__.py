@@ -1,7 +1,10 @@
-"""Weight formats: a folder each, with the rules of ``config.json``, the tensors of checkpoints, and the numbers.
+"""Weight formats, a folder each. Owns the table of the formats that a ``config.json`` may name; imports no torch.
 
-Owns the table of formats. ``read_quantization`` asks the format that a ``config.json`` names; ``weights.py`` asks each
-for the parameters of a linear layer. ``rules.py`` imports no torch. ``numbers.py`` is the reference of the kernels.
+    rules.py    ``read``: which linear layers have the format, and their scheme; imports no torch
+    tensors.py  ``new_weight``: the parameters of a scheme; the checkpoint tensors that fill them
+    numbers.py  the stored form, ``dequantized``: reference of the kernels
+
+``fields.py`` has what the rules share. Layers and loader ask ``weights.py``, which has the table of schemes.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""``quantization_config`` of ``config.json``: what the rules of every weight format share.
+"""Shared rules of the weight formats for ``quantization_config`` in ``config.json``.
 
 Owns the linear layers of a decoder layer, the fields that leave modules out, and the refusal of a field's value. Each
 field that changes the numbers is honoured or refused. Imports no torch.

@@ -32,10 +32,10 @@ def pack_weights(model: nn.Module) -> None:
     if sum(layer.weight.nbytes for layer in layers) <= MAX_BYTES:
         for layer in layers:
             layer.packed = pack(layer.weight)
-    of_integers = [layer for layer in model.modules() if isinstance(layer, ReplicatedLinear) and is_int4(layer)]
-    if sum(layer.weight.nbytes for layer in of_integers) <= MAX_BYTES:
-        for layer in of_integers:
-            layer.packed = int4.pack(layer.weight, layer.weight_scale, layer.of_integers[0])
+    with_integers = [layer for layer in model.modules() if isinstance(layer, ReplicatedLinear) and is_int4(layer)]
+    if sum(layer.weight.nbytes for layer in with_integers) <= MAX_BYTES:
+        for layer in with_integers:
+            layer.packed = int4.pack(layer.weight, layer.weight_scale, layer.zero_and_order[0])
 
 
 def describe_integers(model: Any, device: torch.device) -> str:

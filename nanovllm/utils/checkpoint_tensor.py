@@ -78,6 +78,27 @@ class CheckpointTensor:
         return self
 
 
+class Gathered:
+    """Tensors of modules whose weight several tensors make, kept until the last has come: in one file or several."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, dict[str, CheckpointTensor]] = {}  # by module, then by kind
+
+    def add(self, module: str, kind: str, tensor: CheckpointTensor,
+            kinds: set[str]) -> dict[str, CheckpointTensor] | None:
+        """The module's tensors by kind, once all of ``kinds`` are there."""
+        come = self._waiting.setdefault(module, {})
+        if kind in come or kind not in kinds:
+            raise CheckpointError(f"tensor {tensor.name!r} is twice there, or unknown to the model.")
+        come[kind] = CheckpointTensor.of(tensor.name, tensor.read(...).clone())  # cloned: in a file or a reused buffer
+        return self._waiting.pop(module) if come.keys() == kinds else None
+
+    def half_given(self) -> str:
+        """Tensors of the first module that waits, for an error; "" if none does."""
+        names = ", ".join(tensor.name for tensor in next(iter(self._waiting.values()), {}).values())
+        return f"{names} without the others that make its weight" if self._waiting else ""
+
+
 def check_dtype(tensor: torch.Tensor, wanted: torch.dtype, name: str) -> None:
     """Raise CheckpointError unless ``tensor`` can be copied to dtype ``wanted``.
 

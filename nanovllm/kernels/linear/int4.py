@@ -19,8 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.quantization.int4.numbers import CODES, MIN_TILE
-
+from ...quantization.int4.numbers import CODES, MIN_TILE
 from ..launch import launch, launch_options, num_sms, pdl_launch_dependents, pdl_wait
 from .gemv import activate, add_bias_and_activate, output_features
 from .norm import SplitKPartials, rms_norm

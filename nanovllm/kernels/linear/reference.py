@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from nanovllm.quantization.fp8 import numbers as fp8
-from nanovllm.quantization.fp8.numbers import E4M3, E4M3_MAX
-from nanovllm.quantization.int4 import numbers as int4
-from nanovllm.quantization.mxfp4 import numbers as mxfp4
+from ...quantization.fp8 import numbers as fp8
+from ...quantization.fp8.numbers import E4M3, E4M3_MAX
+from ...quantization.int4 import numbers as int4
+from ...quantization.mxfp4 import numbers as mxfp4
 
 
 class Weight(NamedTuple):

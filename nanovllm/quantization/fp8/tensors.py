@@ -1,9 +1,10 @@
-"""Loads quantized checkpoint tensors into the parameters of ``precision.py``.
+"""FP8 weights: their parameters, and the checkpoint tensors that fill them, FP8 of each published form or 16 bits.
 
-FP8 of each published form, 16-bit tensors that become FP8 as they load, MXFP4 experts, scales of an FP8 KV cache.
-``quantization/`` says which weights are quantized.
+A weight is data (e4m3) [N, C] times scale (fp32) [N, G], a scale for each of G groups of channels of an output feature.
+G is 1, or the groups are published blocks, smaller where blocks would be cut: by the end of the tensor or by a shard of
+it. Scales of an FP8 KV cache are read here, too.
 
-Legend: N output features, C input channels, both of a checkpoint tensor.
+Legend: N output features, C input channels: of this rank in a parameter, of all in a checkpoint tensor.
 """
 
 import math
@@ -12,57 +13,51 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 
 from nanovllm.errors import CheckpointError
-from nanovllm.quantization.fp8.numbers import quantize
-from nanovllm.quantization.mxfp4 import numbers as mxfp4
+from nanovllm.quantization.fp8.numbers import E4M3, quantize
+from nanovllm.quantization.fp8.rules import Fp8
 from nanovllm.utils.checkpoint_tensor import CheckpointTensor, check_dtype
 
-
-def mxfp4_bytes(loaded: CheckpointTensor) -> CheckpointTensor:
-    """Published blocks [N, C / 32, 16] as bytes [N, C / 2] of kernels; whole blocks of these may be read."""
-    N, num_groups, size = loaded.shape
-
-    def read(index: tuple[slice, ...]) -> torch.Tensor:
-        rows, columns = (*index, slice(None))[:2]
-        start, stop, _ = columns.indices(num_groups * size)
-        assert start % size == stop % size == 0
-        blocks = loaded.read((rows, slice(start // size, stop // size)))
-        check_dtype(blocks, torch.uint8, loaded.name)
-        return mxfp4.repacked(blocks).flatten(1)
-
-    return CheckpointTensor(loaded.name, [N, num_groups * size], read)
+RANDOM_STD, RANDOM_ROWS = 64.0, 1024  # standard deviation of random data, where e4m3 ends at 448; rows drawn at once
 
 
-def mxfp4_scales(loaded: CheckpointTensor) -> CheckpointTensor:
-    """Published scales, checked where they are read: numbers that kernels can multiply by."""
+def new_weight(output_size: int, input_size: int, scheme: Fp8, *experts: int) -> dict[str, Any]:
+    """Data and scale, uninitialised.
 
-    def read(index: Any) -> torch.Tensor:
-        scales = loaded.read(index)
-        check_dtype(scales, torch.uint8, loaded.name)
-        if scales.numel() and (largest := int(scales.max())) > mxfp4.MAX_SCALE:
-            raise CheckpointError(
-                f"tensor {loaded.name!r} has a scale of {largest}, expected at most {mxfp4.MAX_SCALE} (2.0)."
-            )
-        return scales
+    ``data.scale`` is the scale, ``scale.block`` the scheme's block. ``scale.group_size`` is the number of channels of a
+    scale, the largest that divides both a block and this rank's channels; 0: all of them.
+    """
+    group_size = math.gcd(scheme.block, input_size) if scheme.block else 0
+    num_groups = input_size // group_size if group_size else 1
+    data = nn.Parameter(torch.empty(*experts, output_size, input_size, dtype=E4M3), requires_grad=False)
+    scale = nn.Parameter(torch.empty(*experts, output_size, num_groups, dtype=torch.float32), requires_grad=False)
+    data.scale, scale.group_size, scale.block = scale, group_size, scheme.block  # type: ignore[attr-defined]
+    return {"": data, "_scale": scale}
 
-    return CheckpointTensor(loaded.name, loaded.shape, read)
+
+def randomize(name: str, param: Any, std: float, generator: torch.Generator) -> bool:
+    """Fill a parameter with random numbers; False: it is not of this format.
+
+    Data are drawn in pieces, so that the device never holds them in another type.
+    """
+    if hasattr(param, "group_size"):
+        param.fill_(std / RANDOM_STD)
+        return True
+    if param.dtype != E4M3:
+        return False
+    for rows in param.flatten(0, -2).split(RANDOM_ROWS):
+        drawn = torch.empty(rows.shape, dtype=torch.float32, device=param.device)
+        rows.copy_(drawn.normal_(0.0, RANDOM_STD, generator=generator))
+    return True
 
 
-def dequantized_mxfp4(blocks: CheckpointTensor, scales: CheckpointTensor, dtype: torch.dtype) -> CheckpointTensor:
-    """Dequantize all experts' blocks [E, N, C / 32, 16] and scales [E, N, C / 32] to [E, C, N], as in 16 bits."""
-    scales.fit(blocks.fit([*blocks.shape[:3], mxfp4.GROUP // 2]).shape[:3])
-    E, N, num_groups = scales.shape
-
-    def read(index: tuple[slice, ...]) -> torch.Tensor:
-        experts, channels, rows = (*index, slice(None), slice(None))[:3]
-        data = blocks.read((experts, rows))
-        check_dtype(data, torch.uint8, blocks.name)
-        data = mxfp4.repacked(data).flatten(-2)
-        whole = mxfp4.dequantized(data, mxfp4_scales(scales).read((experts, rows)).mT, dtype)
-        return whole.mT[:, channels]
-
-    return CheckpointTensor(blocks.name, [E, num_groups * mxfp4.GROUP, N], read)
+def writes(param: Any, tensor: CheckpointTensor, quantizes: bool) -> list[tuple[Any, CheckpointTensor]]:
+    """Pair a checkpoint tensor with its parameter, or the two that are made of it with theirs; any format."""
+    if quantizes:
+        return quantized(param, tensor)
+    return [(param, Scales.of_param(param, tensor.at_least(0)) if hasattr(param, "group_size") else tensor)]
 
 
 def quantized(param: Any, loaded: CheckpointTensor) -> list[tuple[Any, CheckpointTensor]]:
