@@ -26,9 +26,8 @@ from nanovllm.models.config_reader import read_model_config
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import WeightFiller, init_dummy_weights, load_model
 from nanovllm.quantization.int4 import numbers as int4
-from nanovllm.quantization.int4 import rules as int4_rules
 from nanovllm.quantization.int4.rules import IntScheme
-from nanovllm.quantization.int4.tensors import IntTensors
+from nanovllm.quantization.int4.tensors import IntTensors, merged_name, scheme_of
 from nanovllm.runner import packing
 from nanovllm.runner.device import describe
 from nanovllm.utils.checkpoint_tensor import CheckpointTensor
@@ -196,7 +195,7 @@ def config_with(quantization, architecture="Qwen3ForCausalLM", num_layers=3, **m
 
 def schemes(config, layer, *names):
     found = config.layers[layer].int_schemes
-    return [int4_rules.scheme_of(found, name) for name in names]
+    return [scheme_of(found, name) for name in names]
 
 
 Q, K, V, O, GATE, UP, DOWN = (
@@ -408,7 +407,7 @@ def test_rules_name_the_checkpoints_modules(name, tmp_path):
     assert error(logits_of(str(tmp_path)), hf_logits(model, IDS)) < TOLERANCE
     config = read_model_config(str(tmp_path))
     weights = {
-        (i, int4_rules.merged_name(module)) for i, layer in enumerate(config.layers) for module, _ in layer.int_schemes
+        (i, merged_name(module)) for i, layer in enumerate(config.layers) for module, _ in layer.int_schemes
     }
     in_16_bits = [name for i, name in weights if config.precision(config.layers[i], name) is None]
     assert len(in_16_bits) == num_dequantized

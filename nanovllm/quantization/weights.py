@@ -73,22 +73,22 @@ class WeightReader:
         self._layers, self._targets, self.gathered = layers, targets, Gathered()
 
     def take(self, name: str, tensor: CheckpointTensor) -> tuple[str, CheckpointTensor, int4.IntTensors | None] | None:
-        """A parameter's name and its tensor, with the integers that this tensor completes; None: others are to come."""
+        """A parameter's name and its tensor, with the integers that this tensor completes; None: nothing to write."""
         if name.endswith(mxfp4.ENDS):
             param, *_ = self._targets.get(name.rpartition("_")[0], (None,))
             whole = mxfp4.take(name, tensor, param, self.gathered)
             return whole and (*whole, None)
-        scheme = int4.tensor_scheme(name, self._layers, name in self._targets)
-        if scheme is None:
-            return name, tensor, None
-        integers = int4.take(name, tensor, scheme, self.gathered)
-        return None if integers is None else (f"{name.rpartition('.')[0]}.weight", tensor, integers)
+        return int4.take(name, tensor, self._layers, name in self._targets, self.gathered)
 
 
 def writes(param: Any, tensor: CheckpointTensor, integers: int4.IntTensors | None,
            quantizes: bool) -> list[tuple[Any, CheckpointTensor]]:
     """The parameters to write, each with its tensor. ``quantizes``: ``tensor`` has 16 bits, and ``param`` is FP8."""
-    return fp8.writes(param, tensor, quantizes) if integers is None else integers.writes(param)
+    if integers is not None:
+        return integers.writes(param)
+    if quantizes:
+        return fp8.quantized(param, tensor)
+    return [(param, fp8.Scales.of_param(param, tensor.at_least(0)) if hasattr(param, "group_size") else tensor)]
 
 
 def randomize(name: str, param: Any, std: float, generator: torch.Generator) -> bool:

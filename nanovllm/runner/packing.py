@@ -14,7 +14,8 @@ from nanovllm.kernels.linear.reference import pack
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.quantization.int4 import numbers as int4
-from nanovllm.quantization.int4.rules import OTHERS, merged_name
+from nanovllm.quantization.int4.rules import OTHERS
+from nanovllm.quantization.int4.tensors import merged_name
 
 MAX_BYTES = 4 << 30  # limit for copied weights: other programs need the host's memory
 

@@ -53,13 +53,6 @@ def randomize(name: str, param: Any, std: float, generator: torch.Generator) -> 
     return True
 
 
-def writes(param: Any, tensor: CheckpointTensor, quantizes: bool) -> list[tuple[Any, CheckpointTensor]]:
-    """Pair a checkpoint tensor with its parameter, or the two that are made of it with theirs; any format."""
-    if quantizes:
-        return quantized(param, tensor)
-    return [(param, Scales.of_param(param, tensor.at_least(0)) if hasattr(param, "group_size") else tensor)]
-
-
 def quantized(param: Any, loaded: CheckpointTensor) -> list[tuple[Any, CheckpointTensor]]:
     """Split a 16-bit tensor [N, C] into FP8 data and scale, each with its parameter.
 

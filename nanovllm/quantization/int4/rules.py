@@ -80,7 +80,6 @@ OTHERS = (
 )  # fmt: skip
 # Tensors of modules outside of decoder layers, which are 16 bits in every supported checkpoint.
 OUTSIDE = re.compile(r"(?:.*\.)?(?:lm_head|embed_tokens|score)\.(?:qweight|weight_packed)")
-MERGED = {part: name for name, parts in linears(1, True).items() for part in parts}
 REGEX_SIGNS = frozenset("*+?^$()[]{}|\\")
 
 
@@ -127,19 +126,6 @@ def read(quantization: dict[str, Any], family: "Family", num_layers: int, num_ex
         what = "gpt-oss in packed integers" if family.gpt_oss_experts else f"desc_act of experts ({in_order[0]})"
         raise refusal(what)
     return None, [{"int_schemes": tuple(layer)} for layer in layers]
-
-
-def scheme_of(layer: tuple[tuple[str, IntScheme], ...], module: str) -> IntScheme | None:
-    """The scheme of a decoder layer's module, by its name there: its own, or that of the layer it is merged into."""
-    if not layer:
-        return None
-    schemes = dict(layer)
-    return schemes[module] if module in schemes else schemes.get(merged_name(module))
-
-
-def merged_name(module: str) -> str:
-    """The linear layer here that has the weights of a checkpoint's module; names in a decoder layer."""
-    return MERGED.get(re.sub(r"^mlp\.experts\.\d+\.", "mlp.experts.0.", module), module)
 
 
 def matches(regexes: dict[str, str], family: "Family", names: list[str]) -> dict[str, str]:

@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from nanovllm.errors import CheckpointError
+from nanovllm.quantization.fields import linears
 from nanovllm.quantization.int4 import numbers
-from nanovllm.quantization.int4.rules import IntScheme, scheme_of
+from nanovllm.quantization.int4.rules import IntScheme
 from nanovllm.utils.checkpoint_tensor import CheckpointTensor, Gathered, check_dtype
 
 # AWQ's order of the eight features of a word
@@ -32,6 +33,7 @@ KINDS = {  # by layout: suffixes of a module's tensors, codes, scales and zeros 
     "gptq_v2": ("qweight", "scales", "qzeros", "g_idx"),
 }
 ALL_KINDS = frozenset(kind for kinds in KINDS.values() for kind in kinds)
+MERGED = {part: name for name, parts in linears(1, True).items() for part in parts}
 RANDOM_STD = 4.6  # standard deviation of random codes
 
 
@@ -84,22 +86,35 @@ def check_in_order(scheme: IntScheme, g_idx: CheckpointTensor) -> None:
         )
 
 
-def tensor_scheme(name: str, layers: Sequence[Any], is_known: bool) -> IntScheme | None:
-    """The scheme of a tensor's module, if the tensor is of group-quantized integers; names here.
+def scheme_of(layer: tuple[tuple[str, IntScheme], ...], module: str) -> IntScheme | None:
+    """The scheme of a decoder layer's module, by its name there: its own, or that of the layer it is merged into."""
+    if not layer:
+        return None
+    schemes = dict(layer)
+    return schemes[module] if module in schemes else schemes.get(merged_name(module))
 
-    ``layers``: ``int_schemes`` of each. ``is_known``: the model has a parameter of this name.
+
+def merged_name(module: str) -> str:
+    """The linear layer here that has the weights of a checkpoint's module; names in a decoder layer."""
+    return MERGED.get(re.sub(r"^mlp\.experts\.\d+\.", "mlp.experts.0.", module), module)
+
+
+def take(name: str, tensor: CheckpointTensor, layers: Sequence[Any], is_known: bool,
+         gathered: Gathered) -> "tuple[str, CheckpointTensor, IntTensors | None] | None":
+    """A parameter's name here and its tensor, with the integers that it completes; None: nothing to write.
+
+    None stands for a module whose other tensors are to come, and for a tensor that is only checked.
+
+    Args:
+        layers: ``int_schemes`` of each decoder layer.
+        is_known: the model has a parameter of this name.
     """
     module, _, kind = name.rpartition(".")
     match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module)
-    is_extra = kind == "bias" and not is_known
-    if not (match and (kind in ALL_KINDS or is_extra) and int(match[1]) < len(layers)):
-        return None
-    return scheme_of(layers[int(match[1])], match[2])
-
-
-def take(name: str, tensor: CheckpointTensor, scheme: IntScheme, gathered: Gathered) -> "IntTensors | None":
-    """The tensors of a module; None before the last has come, and where one is read alone."""
-    module, _, kind = name.rpartition(".")
+    is_ours = match and (kind in ALL_KINDS or (kind == "bias" and not is_known)) and int(match[1]) < len(layers)
+    scheme = scheme_of(layers[int(match[1])], match[2]) if match and is_ours else None
+    if scheme is None:
+        return name, tensor, None
     if kind == "bias":  # zeros, which AutoGPTQ stored where the model has no bias
         if bool(tensor.read(...).any()):
             raise CheckpointError(f"tensor {tensor.name!r} is not 0, and the model has no such bias.")
@@ -112,7 +127,7 @@ def take(name: str, tensor: CheckpointTensor, scheme: IntScheme, gathered: Gathe
         return None
     integers = IntTensors(tensor.name.rpartition(".")[0], scheme, tensors)
     integers.check()
-    return integers
+    return f"{module}.weight", tensor, integers
 
 
 def fitting(param: Any, tensor: CheckpointTensor, integers: "IntTensors | None",
