@@ -27,7 +27,7 @@ from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
 
 class ReplicatedLinear(nn.Module):
-    """``y = x W^T (+ b)``, the same on every rank. ``precision`` as in ``add_weight``; None: 16 bits."""
+    """``y = x W^T (+ b)``, the same on every rank. ``precision``: the scheme of ``add_weight``; None: 16 bits."""
 
     weight: nn.Parameter
     weight_scale: nn.Parameter | None
