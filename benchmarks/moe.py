@@ -18,7 +18,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.kernels import microseconds
-from nanovllm.kernels.fp8 import E4M3
 from nanovllm.kernels.launch import parallel_compile
 from nanovllm.kernels.linear.reference import Tokens, Weight
 from nanovllm.kernels.moe import dispatch, gemv
@@ -26,6 +25,7 @@ from nanovllm.kernels.moe.gemv import RowsConfig
 from nanovllm.kernels.moe.grouped_gemm import GroupedConfig, grouped_config, grouped_gemm
 from nanovllm.kernels.moe.reference import Routing
 from nanovllm.kernels.moe.unpack import padded
+from nanovllm.quantization.fp8.numbers import E4M3
 
 SHAPES = {  # hidden size, experts, intermediate size of an expert, experts of a token
     "30b-a3b": (2048, 128, 768, 8), "qwen3.6-35b-a3b": (2048, 256, 512, 8), "glm-4.5-air": (4096, 128, 1408, 8),

@@ -22,15 +22,17 @@ from nanovllm import LLM, CheckpointError, ConfigError, EngineError
 from nanovllm.contrib.as_vllm.options import EngineArgs, start, to_nanovllm
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
-from nanovllm.layers import quantization as fp8_weights
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.linear import MergedColumnParallelLinear
-from nanovllm.layers.quantization import quantize, quantized
-from nanovllm.layers.weight_loader import CheckpointTensor
 from nanovllm.models.config_reader import read_model_config
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import init_dummy_weights, load_model
-from nanovllm.models.quantization_config import linears
+from nanovllm.quantization.fields import linears
+from nanovllm.quantization.fp8 import numbers as fp8_numbers
+from nanovllm.quantization.fp8.numbers import quantize
+from nanovllm.quantization.fp8.rules import Fp8
+from nanovllm.quantization.fp8.tensors import quantized
+from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
 E4M3 = torch.float8_e4m3fn
 LINEARS = list(linears(0))
@@ -492,7 +494,7 @@ def test_quantize_blocks(N, C, monkeypatch):
     weight = torch.randn(N, C) * torch.rand(N, 1)
     want = blockwise(weight)
     for num_bytes in (64 << 20, 4 * C * 128 * 2, 1):
-        monkeypatch.setattr(fp8_weights, "ROWS_BYTES", num_bytes)
+        monkeypatch.setattr(fp8_numbers, "ROWS_BYTES", num_bytes)
         data, scale = quantize(weight, 128)
         assert scale.shape == (-(-N // 128), -(-C // 128))
         spread = scale.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :C]
@@ -713,7 +715,7 @@ def test_update_of_blocks(published, make_llm):
 def test_update_of_a_single_block(rows):
     """A tensor that is smaller than a block has one scale, in 16 bits too."""
     with torch.no_grad():
-        layer, weight = MergedColumnParallelLinear(96, [rows, 200], precision=128), torch.randn(rows + 200, 96)
+        layer, weight = MergedColumnParallelLinear(96, [rows, 200], precision=Fp8(128)), torch.randn(rows + 200, 96)
         for i, part in enumerate(weight.split([rows, 200])):
             for param, tensor in quantized(layer.weight, CheckpointTensor.of("w", part)):
                 param.weight_loader(param, tensor, i)

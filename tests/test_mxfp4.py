@@ -20,10 +20,10 @@ from nanovllm import kernels
 from nanovllm.contrib.as_vllm.options import to_nanovllm
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.errors import CheckpointError, ConfigError
-from nanovllm.kernels import mxfp4
 from nanovllm.models.config_reader import read_model_config
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import WeightFiller, init_dummy_weights, load_model
+from nanovllm.quantization.mxfp4 import numbers as mxfp4
 from nanovllm.runner.device import describe
 
 

@@ -20,18 +20,17 @@ from test_lora import train
 from nanovllm import LLM, CheckpointError, ConfigError, EngineError
 from nanovllm.contrib.as_vllm.options import to_nanovllm
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
-from nanovllm.kernels import int4
 from nanovllm.kernels.linear.reference import Weight, fused_linear
 from nanovllm.layers.linear import ReplicatedLinear
-from nanovllm.layers.packed_weights import PackedTensors
-from nanovllm.layers.weight_loader import CheckpointTensor
-from nanovllm.models import packed_config
 from nanovllm.models.config_reader import read_model_config
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import WeightFiller, init_dummy_weights, load_model
-from nanovllm.models.quantization_config import PackedInts
+from nanovllm.quantization.int4 import numbers as int4
+from nanovllm.quantization.int4.rules import IntScheme
+from nanovllm.quantization.int4.tensors import IntTensors, merged_name, scheme_of
 from nanovllm.runner import packing
 from nanovllm.runner.device import describe
+from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
 MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=80)
 MORE = {
@@ -178,7 +177,7 @@ def test_two_ranks(published, make_llm):
 
 # ---------------------------------------------------------------- rules of configs
 
-A, B = PackedInts("gptq", 4, 64, True), PackedInts("gptq", 8, 32, True)
+A, B = IntScheme("gptq", 4, 64, True), IntScheme("gptq", 8, 32, True)
 
 
 def config_with(quantization, architecture="Qwen3ForCausalLM", num_layers=3, **more):
@@ -195,8 +194,8 @@ def config_with(quantization, architecture="Qwen3ForCausalLM", num_layers=3, **m
 
 
 def schemes(config, layer, *names):
-    found = config.layers[layer].packed
-    return [packed_config.scheme_of(found, name) for name in names]
+    found = config.layers[layer].int_schemes
+    return [scheme_of(found, name) for name in names]
 
 
 Q, K, V, O, GATE, UP, DOWN = (
@@ -245,7 +244,7 @@ def test_published_configs(name):
     raw = PUBLISHED[name]
     config = config_with(raw, "Qwen3MoeForCausalLM" if not raw.get("desc_act") else "Qwen3ForCausalLM")
     if "to_quant_block_names" in raw:  # of a decoder beside a vision tower
-        assert all(layer.packed == () for layer in config.layers)
+        assert all(layer.int_schemes == () for layer in config.layers)
         text = dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]})
         config = config_with(raw, "Qwen3VLForConditionalGeneration", **text)
     assert schemes(config, 0, Q, O, DOWN) == [schemes(config, 0, UP)[0]] * 3
@@ -258,7 +257,7 @@ def test_dynamic_of_gptq():
         r"-:.*layers\.0\..*": {}, r"+:.*\.1\.self_attn\.v_proj": {"bits": 8, "group_size": 32},
         r".*layers\.1\.mlp\.down.*": {"group_size": 32}, r"-:.*down_proj": {}, r"-:.*layers\.2\.mlp\.up_proj": {},
     }})  # fmt: skip
-    assert schemes(config, 0, Q, O, DOWN) == [None] * 3 and config.layers[0].packed == ()
+    assert schemes(config, 0, Q, O, DOWN) == [None] * 3 and config.layers[0].int_schemes == ()
     assert schemes(config, 1, Q, K, V, GATE, DOWN) == [A, A, B, A, A._replace(group_size=32)]
     assert schemes(config, 2, V, GATE, UP, DOWN) == [A, A, None, None]
     of_1, of_2 = config.layers[1:]
@@ -276,7 +275,7 @@ def test_extra_config_of_auto_round():
     }, "block_name_to_quantize": "model.layers.0.,model.layers.1."})  # fmt: skip
     assert schemes(config, 0, Q, O, DOWN) == [A, None, A]
     assert schemes(config, 1, GATE, UP, DOWN) == [B, B, A._replace(symmetric=False)]
-    assert config.layers[2].packed == ()
+    assert config.layers[2].int_schemes == ()
 
 
 def test_groups_and_targets_of_compressed_tensors():
@@ -287,9 +286,9 @@ def test_groups_and_targets_of_compressed_tensors():
         "group_2": {"targets": ["model.layers.1.mlp.down_proj"], "weights": weights | {"num_bits": 8}},
     }
     raw["ignore"] += [r"re:.*layers\.2\..*", "model.layers.0.mlp.up_proj"]
-    config, a = config_with(raw), PackedInts("compressed-tensors", 4, 64, True)
+    config, a = config_with(raw), IntScheme("compressed-tensors", 4, 64, True)
     assert schemes(config, 0, Q, V, O, GATE, UP) == [a._replace(group_size=32)] * 2 + [a, a, None]
-    assert schemes(config, 1, GATE, DOWN) == [a, a._replace(bits=8)] and config.layers[2].packed == ()
+    assert schemes(config, 1, GATE, DOWN) == [a, a._replace(bits=8)] and config.layers[2].int_schemes == ()
 
 
 @pytest.mark.parametrize("architecture, skipped, names", [
@@ -299,7 +298,7 @@ def test_groups_and_targets_of_compressed_tensors():
 def test_awq_of_experts(architecture, skipped, names):
     raw = config_of("awq") | {"modules_to_not_convert": skipped}
     config = config_with(raw, architecture, num_local_experts=4)
-    scheme = PackedInts("awq", 4, 64, False)
+    scheme = IntScheme("awq", 4, 64, False)
     assert schemes(config, 1, *names, "mlp.gate") == [scheme] * len(names) + [None]
     some = schemes(config, 1, "mlp.experts.1.up_proj", "mlp.experts.0.up_proj")
     is_kept = config.precision(config.layers[1], "mlp.experts.gate_up_proj") == scheme
@@ -311,7 +310,7 @@ def test_names_beside_a_vision_tower():
     dynamic = {r"-:model\.language_model\.layers\.0\..*": {}, r"-:.*visual.*": {}}
     text = dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]})
     config = config_with(config_of("gptq") | {"dynamic": dynamic}, "Qwen3VLForConditionalGeneration", **text)
-    assert config.layers[0].packed == () and schemes(config, 1, Q) == [A]
+    assert config.layers[0].int_schemes == () and schemes(config, 1, Q) == [A]
 
 
 ATTENTION = [f"model.layers.0.{name}" for name in (Q, K, V)]
@@ -408,7 +407,7 @@ def test_rules_name_the_checkpoints_modules(name, tmp_path):
     assert error(logits_of(str(tmp_path)), hf_logits(model, IDS)) < TOLERANCE
     config = read_model_config(str(tmp_path))
     weights = {
-        (i, packed_config.merged_name(module)) for i, layer in enumerate(config.layers) for module, _ in layer.packed
+        (i, merged_name(module)) for i, layer in enumerate(config.layers) for module, _ in layer.int_schemes
     }
     in_16_bits = [name for i, name in weights if config.precision(config.layers[i], name) is None]
     assert len(in_16_bits) == num_dequantized
@@ -449,9 +448,9 @@ def test_fields_of_other_formats(form):
             config_with(raw | {name: value})
     if form != "compressed-tensors":  # fields that choose modules are honoured in each
         config = config_with(raw | {"modules_to_not_convert": ["lm_head", "model.layers.0"]})
-        assert [len(layer.packed) > 0 for layer in config.layers] == [False, True, True]
+        assert [len(layer.int_schemes) > 0 for layer in config.layers] == [False, True, True]
         config = config_with(raw | {"modules_in_block_to_quantize": [["mlp.down_proj"]]})
-        assert [name for name, _ in config.layers[1].packed] == ["mlp.down_proj"]
+        assert [name for name, _ in config.layers[1].int_schemes] == ["mlp.down_proj"]
 
 
 # ---------------------------------------------------------------- refusals
@@ -552,11 +551,11 @@ def test_damaged_tensors(form, scheme, published):
 @pytest.mark.parametrize("bits", [4, 8])
 def test_modules_of_few_features(form, N, bits):
     """Their zeros are a column of words."""
-    scheme = PackedInts(form, bits if form != "awq" else 4, 32, symmetric=False)
+    scheme = IntScheme(form, bits if form != "awq" else 4, 32, symmetric=False)
     codes, scales, zeros, made = packed_checkpoints.quantized(torch.randn(N, 96), 32, False, scheme.bits)
     parts = packed_checkpoints.LAYOUTS[form](codes, scales, zeros, symmetric=False, bits=scheme.bits)
     tensors = {kind: CheckpointTensor.of(kind, tensor) for kind, tensor in parts.items()}
-    assert torch.equal(PackedTensors("", scheme, tensors).dequantized().read(...), made)
+    assert torch.equal(IntTensors("", scheme, tensors).dequantized().read(...), made)
 
 
 def test_tensors_without_effect(published, tmp_path):
@@ -719,7 +718,7 @@ def random_weight(N, C, size, symmetric, dtype=torch.bfloat16):
     codes = torch.randint(0, 16, (N, C), dtype=torch.uint8)
     scale = (torch.rand(N, C // size) * 0.01 + 0.001).to(dtype)
     zero = None if symmetric else torch.randint(0, 17, (N, C // size), dtype=torch.int8)
-    words = int4.packed(codes, int4.tile_of(size))
+    words = int4.words_of(codes, int4.tile_of(size))
     exact = (codes.double() - (8 if zero is None else zero.double().repeat_interleave(size, 1)))
     return Weight(words, scale, zero=zero), exact * scale.double().repeat_interleave(size, 1)
 
@@ -730,7 +729,7 @@ def test_dequantized(N, C, size, symmetric, dtype):
     """Each number is rounded once."""
     weight, exact = random_weight(N, C, size, symmetric, dtype)
     assert torch.equal(weight.dequantize(dtype), exact.to(dtype)) and weight.num_channels == C
-    assert torch.equal(int4.packed(int4.codes_of(weight.data), 1), weight.data)
+    assert torch.equal(int4.words_of(int4.codes_of(weight.data), 1), weight.data)
 
 
 @needs_product

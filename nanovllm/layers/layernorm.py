@@ -5,7 +5,8 @@ from torch import nn
 
 from nanovllm import kernels
 from nanovllm.distributed.group import TPGroup
-from nanovllm.layers.weight_loader import CheckpointTensor, Shard, copy_shard
+from nanovllm.layers.weight_loader import Shard, copy_shard
+from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
 
 class RMSNorm(nn.Module):

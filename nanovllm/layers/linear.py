@@ -19,15 +19,15 @@ from torch import nn
 
 from nanovllm import kernels
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
-from nanovllm.kernels.fp8 import E4M3
 from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
 from nanovllm.layers.layernorm import RMSNorm, norm_all_heads
-from nanovllm.layers.precision import add_weight, new_bias, shared_rows
-from nanovllm.layers.weight_loader import CheckpointTensor, HeadOrders, Shards, copy_bias, copy_shard
+from nanovllm.layers.weight_loader import HeadOrders, Shards, copy_bias, copy_shard
+from nanovllm.quantization.weights import add_weight, new_bias, shared_rows
+from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
 
 class ReplicatedLinear(nn.Module):
-    """``y = x W^T (+ b)``, the same on every rank. ``precision`` as in ``add_weight``; None: 16 bits."""
+    """``y = x W^T (+ b)``, the same on every rank. ``precision``: the scheme of ``add_weight``; None: 16 bits."""
 
     weight: nn.Parameter
     weight_scale: nn.Parameter | None
@@ -37,7 +37,7 @@ class ReplicatedLinear(nn.Module):
                  precision: Any = None):
         super().__init__()
         self.tp, self.ops = tp, kernels.select()
-        self.of_integers = add_weight(self, "weight", output_size, input_size, precision)
+        self.zero_and_order = add_weight(self, "weight", output_size, input_size, precision)
         self.block_n = shared_rows(precision, [output_size])
         self.register_parameter("bias", new_bias(output_size) if bias else None)
         for param in self.parameters():
@@ -47,7 +47,7 @@ class ReplicatedLinear(nn.Module):
         copy_shard(param, loaded)
 
     def as_weight(self) -> Weight:
-        return Weight(self.weight, self.weight_scale, self.block_n, self.packed, *self.of_integers)
+        return Weight(self.weight, self.weight_scale, self.block_n, self.packed, *self.zero_and_order)
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None, act: str | None = None,
                 residual: torch.Tensor | None = None, reader: "ReplicatedLinear | None" = None) -> torch.Tensor:
@@ -103,7 +103,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         self.head_dim, self.orders = head_dim, orders
         q_size, kv_size, _, *gates = shards.sizes
         self.num_heads, self.num_kv_heads, self.num_gates = q_size // head_dim, kv_size // head_dim, sum(gates)
-        if orders.qk is not None and self.block_n > 1 and precision % head_dim:  # else its rows go to other blocks
+        if orders.qk is not None and self.block_n > 1 and precision.block % head_dim:  # its rows change blocks
             self.block_n = 1
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None, epilogue: QKVEpilogue,  # type: ignore[override]
@@ -140,5 +140,5 @@ class RowParallelLinear(ReplicatedLinear):
         else:
             order = None if param is self.weight_scale else self.head_order
             copy_shard(param, loaded, 1, self.tp.rank, self.tp.size, order)
-        if self.scale != 1 and param.is_floating_point() and param.dtype != E4M3:  # else its scale is multiplied
+        if self.scale != 1 and param.is_floating_point() and param.dtype.itemsize > 1:  # FP8 has a scale for it
             param.mul_(self.scale)

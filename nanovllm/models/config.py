@@ -4,11 +4,17 @@
 """
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from nanovllm.errors import ConfigError
 from nanovllm.models.families import Family
-from nanovllm.models.quantization_config import MXFP4_GROUP, RENAMED_TENSORS, UNUSED_TENSORS, PackedInts, linears
 from nanovllm.models.rope import RopeScaling
+from nanovllm.quantization.fields import linears
+from nanovllm.quantization.fp8.rules import RENAMED_TENSORS, UNUSED_TENSORS, Fp8
+from nanovllm.quantization.mxfp4.rules import GROUP, Mxfp4
+
+if TYPE_CHECKING:
+    from nanovllm.quantization.int4.rules import IntScheme
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,8 @@ class LayerConfig:
     rope: RopeScaling | None = None  # None: positions are not rotated (NoPE)
     mlp: str = "dense"  # a key of ``MLPS``
     fp8_linears: frozenset[str] = frozenset()  # keys of ``linears`` whose layers are FP8
-    packed: tuple[tuple[str, PackedInts], ...] = ()  # keys of ``linears``, or parts that differ, which become 16 bits
+    # by key of ``linears``, or by part where parts differ; these become 16 bits
+    int_schemes: tuple[tuple[str, "IntScheme"], ...] = ()
 
     def for_length(self, max_model_len: int) -> "LayerConfig":
         """Adapt to requests of at most ``max_model_len`` tokens: a window that holds them all is dropped."""
@@ -118,7 +125,7 @@ class ModelConfig:
                 "quantization='fp8' is not supported for gpt-oss. Leave it out: its published experts are MXFP4, which "
                 "takes half as much, and stay so on a GPU."
             )
-        if self.has_packed():
+        if self.has_int_weights():
             raise ConfigError(
                 f"quantization='fp8', but the checkpoint's weights are integers of a few bits ({self.quant_method}). "
                 "Leave it out, or take the 16-bit checkpoint."
@@ -127,14 +134,18 @@ class ModelConfig:
         layers = tuple(replace(layer, fp8_linears=names) for layer in self.layers)
         return self if self.quant_method else replace(self, layers=layers, fp8=0)
 
-    def precision(self, layer: LayerConfig, name: str) -> int | PackedInts | None:
-        """How a decoder layer's linear layer is stored: ``fp8``, or 4-bit integers; None: 16 bits."""
-        packed = dict(layer.packed).get(name)
-        return packed if packed and packed.bits == 4 else self.fp8 if name in layer.fp8_linears else None
+    def precision(self, layer: LayerConfig, name: str) -> "Fp8 | IntScheme | Mxfp4 | None":
+        """How a decoder layer's linear layer is stored, a key of ``linears``; None: 16 bits."""
+        scheme = dict(layer.int_schemes).get(name)
+        if scheme and scheme.bits == 4:
+            return scheme
+        if self.quant_method == "mxfp4" and name.startswith("mlp.experts."):
+            return Mxfp4()
+        return Fp8(self.fp8) if self.fp8 is not None and name in layer.fp8_linears else None
 
-    def has_packed(self, start: str = "") -> bool:
-        """Whether a linear layer whose name has this start is stored as packed integers."""
-        return any(name.startswith(start) for layer in self.layers for name, _ in layer.packed)
+    def has_int_weights(self, start: str = "") -> bool:
+        """Whether a linear layer whose name has this start is stored as group-quantized integers."""
+        return any(name.startswith(start) for layer in self.layers for name, _ in layer.int_schemes)
 
     def renamed_tensors(self) -> tuple[tuple[str, str], ...]:
         """(in the checkpoint, here) parts of tensor names, replaced in this order."""
@@ -166,7 +177,7 @@ class ModelConfig:
             raise ConfigError(f"{what} its norms of q and k would count them. Use device='cpu', which pads nothing.")
         fp8_linears = frozenset().union(*(layer.fp8_linears for layer in self.layers))
         cut = "blocks of its FP8 scales" if self.fp8 and any(x.startswith("self_attn.") for x in fp8_linears) else ""
-        cut = "groups of its packed integers" if self.has_packed("self_attn.") else cut
+        cut = "groups of its packed integers" if self.has_int_weights("self_attn.") else cut
         if cut:
             raise ConfigError(
                 f"{what} the {cut} would be cut. Load the 16-bit checkpoint (quantization='fp8' "
@@ -185,14 +196,14 @@ class ModelConfig:
         ):
             if count % size:
                 raise ConfigError(f"tensor_parallel_size={size} must divide the model's {count} {what}.")
-        if size > 1 and any(scheme.act_order for layer in self.layers for _, scheme in layer.packed):
+        if size > 1 and any(scheme.act_order for layer in self.layers for _, scheme in layer.int_schemes):
             raise ConfigError(
                 f"tensor_parallel_size={size} cuts the groups of weights that GPTQ has ordered by their activations "
                 "(desc_act). Use tensor_parallel_size=1, or a checkpoint without desc_act."
             )
-        if self.moe and self.quant_method == "mxfp4" and self.moe.expert_size // size % MXFP4_GROUP:
+        if self.moe and self.quant_method == "mxfp4" and self.moe.expert_size // size % GROUP:
             raise ConfigError(
-                f"tensor_parallel_size={size} must leave each rank a multiple of {MXFP4_GROUP} of the "
+                f"tensor_parallel_size={size} must leave each rank a multiple of {GROUP} of the "
                 f"{self.moe.expert_size} intermediate units of an expert, which share a scale of MXFP4."
             )
         if self.num_key_value_heads % size and size % self.num_key_value_heads:

@@ -15,8 +15,8 @@ from nanovllm.models import MODELS
 from nanovllm.models.config import GatedDeltaConfig, LayerConfig, ModelConfig, MoEConfig
 from nanovllm.models.families import SWITCHES, Family
 from nanovllm.models.kinds import MIXERS
-from nanovllm.models.quantization_config import read_quantization
 from nanovllm.models.rope import DEFAULT_MAX_POSITION, OBJECT, POSITIVE, SIZE, RopeScaling, supported
+from nanovllm.quantization import read_quantization
 from nanovllm.utils.checkpoint import TOKEN_IDS, read_json, tensor_names
 from nanovllm.validation import BOOLEAN, Rule, at_least, by_field, check, check_all, choice, integer, list_of, optional
 

@@ -24,11 +24,11 @@ from nanovllm.layers.context import Context
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.precision import new_bias
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, head_orders
 from nanovllm.layers.weight_loader import Shard, row_loader
 from nanovllm.models.config import LayerConfig, ModelConfig
 from nanovllm.models.kinds import MIXERS, MLPS, load_kind
+from nanovllm.quantization.weights import new_bias
 
 
 class SelfAttention(nn.Module):

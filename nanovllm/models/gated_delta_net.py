@@ -20,12 +20,13 @@ from nanovllm.layers.context import Context
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.layers.weight_loader import CheckpointTensor, Shard, Shards, row_loader
+from nanovllm.layers.weight_loader import Shard, Shards, row_loader
 from nanovllm.models.config import LayerConfig, ModelConfig
+from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
 
 def has_quantized_linears(config: ModelConfig) -> bool:
-    return config.fp8 is not None or config.has_packed()
+    return config.fp8 is not None or config.has_int_weights()
 
 
 def packed_modules(config: ModelConfig) -> dict[str, tuple[str, str]]:

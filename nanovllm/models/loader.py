@@ -15,22 +15,20 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.errors import CheckpointError
-from nanovllm.kernels import int4
-from nanovllm.kernels.fp8 import E4M3
-from nanovllm.layers.packed_weights import ALL_KINDS, PackedTensors, check_in_order, needed
-from nanovllm.layers.quantization import Scales, dequantized_mxfp4, quantized, read_kv_scales
-from nanovllm.layers.weight_loader import CheckpointTensor, copy_shard
+from nanovllm.layers.weight_loader import copy_shard
 from nanovllm.models.lora import Change, read_adapter
 from nanovllm.models.lora_config import ADVICE
-from nanovllm.models.packed_config import scheme_of
-from nanovllm.models.quantization_config import EXPERT_PARTS, KV_SCALES, PackedInts
+from nanovllm.quantization.fields import EXPERT_PARTS
+from nanovllm.quantization.fp8.numbers import E4M3
+from nanovllm.quantization.fp8.rules import KV_SCALES
+from nanovllm.quantization.fp8.tensors import read_kv_scales
+from nanovllm.quantization.int4.tensors import fitting
+from nanovllm.quantization.weights import WeightReader, randomize, writes
 from nanovllm.utils.checkpoint import open_tensors, read_json, tensor_names
+from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
 DIGEST_ROWS = 4096  # rows in memory at once, of an LM head or of the embedding that it should equal
 DUMMY_STD = 0.02  # standard deviation of random weights, as in transformers
-DUMMY_FP8_STD, DUMMY_ROWS = 64.0, 1024  # the same for FP8 data, where e4m3 ends at 448; rows drawn at once
-DUMMY_INT4_STD = 4.6  # the same for random codes
-DUMMY_MXFP4_SCALE = 120  # 2^-7: random e2m1 have a standard deviation of 2.9
 
 
 class WeightFiller:
@@ -84,9 +82,7 @@ class WeightFiller:
         # Names here of checkpoint tensors:
         self.adapted = names | {f"{name}_scale" for name in names} & set(self._targets)  # the adapter changes them
         self._only = None if only is None else only | self.adapted
-        self._packed = [layer.packed for layer in config.layers]
-        # Modules that become one tensor -> their tensors that have come, by kind.
-        self._waiting: dict[str, dict[str, CheckpointTensor]] = {}
+        self._reader = WeightReader([layer.int_schemes for layer in config.layers], self._targets)
         every = {part for _, _, parts in self._targets.values() for part in parts}
         self.missing = every if self._only is None else set(self._only)  # names still to be given
         self.filled: set[str] = set()  # names given
@@ -101,17 +97,9 @@ class WeightFiller:
                 self._head_digests = row_digests(mine, self._embedding.weight)
             return
         name = self._name_here(tensor.name)
-        if name.endswith(("_proj_blocks", "_proj_scales")):
-            whole = self._of_mxfp4(name, tensor)
-            if whole is None:
-                return
-            name, tensor = whole
-        packed = None
-        if scheme := self._scheme_of(name):
-            packed = self._of_packed(name, tensor, scheme)
-            if packed is None:
-                return
-            name = f"{name.rpartition('.')[0]}.weight"
+        if (whole := self._reader.take(name, tensor)) is None:
+            return
+        name, tensor, integers = whole
         if (match := re.fullmatch(KV_SCALES, name)) and match[1] in self._attentions:
             attention = self._attentions[match[1]]
             part, total = attention.kv_shard
@@ -121,21 +109,9 @@ class WeightFiller:
         param, shard_id, parts = self._targets.get(name, (None, None, []))
         if self._only is not None and parts and self._only.isdisjoint(parts):
             return
-        if packed is not None and name in self._changes:
-            raise CheckpointError(
-                f"module {packed.name!r} is of packed integers, and an adapter is merged into 16-bit weights. Take the "
-                "16-bit checkpoint; LLM(quantization='fp8') quantizes the sum."
-            )
-        if packed is None and hasattr(param, "halves"):
-            raise CheckpointError(
-                f"tensor {tensor.name!r} is not of packed integers, as this layer is here. Give all the tensors of the "
-                "module as its checkpoint has them, or load the 16-bit checkpoint, which takes 16-bit updates."
-            )
-        if packed is not None and param is not None and not hasattr(param, "halves"):  # it has 16 bits here
-            tensor, packed = packed.dequantized(), None
+        tensor, integers = fitting(param, tensor, integers, name in self._changes)
         if name in self._changes:
             tensor = self._changes.pop(name)(tensor)
-        is_scale = hasattr(param, "group_size")
         quantizes = param is not None and param.dtype == E4M3 and self._quantizes and not tensor.is_fp8()
         if quantizes:
             parts = [*parts, *(f"{part}_scale" for part in parts)]
@@ -147,61 +123,13 @@ class WeightFiller:
         for piece, shard_id in pieces:
             if quantizes and hasattr(param, "in_rows"):  # it has a scale for each row here
                 piece = param.in_rows(piece)
-            writes = [(param, Scales.of_param(param, piece.at_least(0)) if is_scale else piece)]
-            writes = writes if packed is None else packed.writes(param)
-            for target, loaded in quantized(param, piece) if quantizes else writes:
+            for target, loaded in writes(param, piece, integers, quantizes):
                 if hasattr(target, "weight_loader"):
                     target.weight_loader(target, loaded, shard_id)
                 else:  # replicated on every rank
                     copy_shard(target, loaded)
         self.missing.difference_update(parts)
         self.filled.update(parts)
-
-    def _of_mxfp4(self, name: str, tensor: CheckpointTensor) -> tuple[str, CheckpointTensor] | None:
-        """Name here and tensor of the blocks or the scales of experts in MXFP4. Where they are floats here: of both,
-        dequantized; None before the second has come.
-        """
-        name, _, kind = name.rpartition("_")
-        param, _, _ = self._targets.get(name, (None, None, []))
-        if param is None or not param.is_floating_point():
-            return (name if kind == "blocks" else f"{name}_scale"), tensor
-        halves = self._gathered(name, kind, tensor, {"blocks", "scales"})
-        return (name, dequantized_mxfp4(halves["blocks"], halves["scales"], param.dtype)) if halves else None
-
-    def _of_packed(self, name: str, tensor: CheckpointTensor, scheme: PackedInts) -> PackedTensors | None:
-        """The tensors of a module of packed integers; None before the last has come, and where one is read alone."""
-        module, _, kind = name.rpartition(".")
-        if kind == "bias":  # zeros, which AutoGPTQ stored where the model has no bias
-            if bool(tensor.read(...).any()):
-                raise CheckpointError(f"tensor {tensor.name!r} is not 0, and the model has no such bias.")
-            return None
-        if kind == "g_idx" and not scheme.act_order:
-            check_in_order(scheme, tensor)
-            return None
-        tensors = self._gathered(module, kind, tensor, needed(scheme))
-        if tensors is None:
-            return None
-        packed = PackedTensors(tensor.name.rpartition(".")[0], scheme, tensors)
-        packed.check()
-        return packed
-
-    def _scheme_of(self, name: str) -> PackedInts | None:
-        """The scheme of a tensor's module, if the tensor is of packed integers; names here."""
-        module, _, kind = name.rpartition(".")
-        match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module)
-        is_extra = kind == "bias" and name not in self._targets
-        if not (match and (kind in ALL_KINDS or is_extra) and int(match[1]) < len(self._packed)):
-            return None
-        return scheme_of(self._packed[int(match[1])], match[2])
-
-    def _gathered(self, module: str, kind: str, tensor: CheckpointTensor,
-                  kinds: set[str]) -> dict[str, CheckpointTensor] | None:
-        """The tensors of a module by kind, once all of ``kinds`` are there: they may be in several files."""
-        come = self._waiting.setdefault(module, {})
-        if kind in come or kind not in kinds:
-            raise CheckpointError(f"tensor {tensor.name!r} is twice there, or unknown to the model.")
-        come[kind] = CheckpointTensor.of(tensor.name, tensor.read(...).clone())  # cloned: in a file or a reused buffer
-        return self._waiting.pop(module) if come.keys() == kinds else None
 
     def _whole_name(self, name: str) -> str:
         return f"model.{name}" if name.partition(".")[0] in self._parts_of_model else name
@@ -269,19 +197,15 @@ class WeightFiller:
                 )
         self._check_used(set(self._changes), str(self._adapter))
         if self.missing:
-            some = ", ".join(sorted(self.missing)[:5])
-            advice += f" (there is {self._half_given()})" if self._waiting else ""
+            some, half = ", ".join(sorted(self.missing)[:5]), self._reader.gathered.half_given()
+            advice += f" (there is {half})" if half else ""
             raise CheckpointError(f"{source}: {len(self.missing)} tensors are missing, among them {some}{advice}.")
         self.check_gathered(source)
 
     def check_gathered(self, source: str) -> None:
         """Raises CheckpointError: a module has some of the tensors that make its weight, and lacks others."""
-        if self._waiting:
-            raise CheckpointError(f"{source} has {self._half_given()}; give all of them together.")
-
-    def _half_given(self) -> str:
-        names = ", ".join(tensor.name for tensor in next(iter(self._waiting.values())).values())
-        return f"{names} without the others that make its weight"
+        if half := self._reader.gathered.half_given():
+            raise CheckpointError(f"{source} has {half}; give all of them together.")
 
 
 def row_digests(matrix: CheckpointTensor, like: torch.Tensor) -> torch.Tensor:
@@ -357,25 +281,12 @@ def _weight_files(path: Path) -> list[Path]:
 def init_dummy_weights(model: nn.Module, seed: int) -> None:
     """Random weights of the scale of an untrained model: norms 1, everything else N(0, DUMMY_STD).
 
-    MXFP4 ones and 4-bit integers are random bits. FP8 weights are drawn in pieces, so that the device never holds them
-    in another type.
+    Quantized weights have about this standard deviation; MXFP4 ones and 4-bit integers are random bits.
     """
     params = list(model.named_parameters())
     generator = torch.Generator(params[0][1].device).manual_seed(seed)
     for name, param in params:
         if "norm" in name:
             param.fill_(1.0)
-        elif param.dtype == torch.int32:
-            param.random_(-(1 << 31), (1 << 31) - 1, generator=generator)
-        elif param.dtype == torch.uint8:
-            param.fill_(DUMMY_MXFP4_SCALE) if name.endswith("_scale") else param.random_(generator=generator)
-        elif hasattr(param, "group_size"):
-            param.fill_(DUMMY_STD / DUMMY_FP8_STD)
-        elif name.endswith(("_scale", "_zero")):
-            param.fill_(DUMMY_STD / DUMMY_INT4_STD if name.endswith("_scale") else int4.MIDDLE)
-        elif param.dtype == E4M3:
-            for rows in param.flatten(0, -2).split(DUMMY_ROWS):
-                drawn = torch.empty(rows.shape, dtype=torch.float32, device=param.device)
-                rows.copy_(drawn.normal_(0.0, DUMMY_FP8_STD, generator=generator))
-        else:
+        elif not randomize(name, param, DUMMY_STD, generator):
             param.normal_(0.0, DUMMY_STD, generator=generator)

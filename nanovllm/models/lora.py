@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from nanovllm.errors import CheckpointError
-from nanovllm.layers.weight_loader import CheckpointTensor
 from nanovllm.models.lora_config import ADVICE, Targets, read_config
 from nanovllm.utils.checkpoint import open_tensors
+from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
 Change = Callable[[CheckpointTensor], CheckpointTensor]
 

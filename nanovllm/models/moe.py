@@ -19,12 +19,13 @@ from nanovllm.kernels.moe.reference import Biases, Routing, Shared
 from nanovllm.layers.context import Context
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ReplicatedLinear
-from nanovllm.layers.precision import add_mxfp4_weight, add_weight, new_bias
-from nanovllm.layers.quantization import mxfp4_bytes, mxfp4_scales
-from nanovllm.layers.weight_loader import CheckpointTensor, Shard, Shards, copy_bias, copy_shard
+from nanovllm.layers.weight_loader import Shard, Shards, copy_bias, copy_shard
 from nanovllm.models.config import LayerConfig, ModelConfig, MoEConfig
 from nanovllm.models.decoder import MLP
 from nanovllm.models.families import Family
+from nanovllm.quantization.mxfp4.tensors import rows_of_expert
+from nanovllm.quantization.weights import add_weight, new_bias
+from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
 
 class Router(nn.Module):
@@ -74,13 +75,10 @@ class Experts(nn.Module):
         shard = Shard(I, tp.rank, tp.size)
         in_turns = {None: ((0, 1), moe.expert_size)} if is_gpt_oss else None
         self.gate_up_shards = Shards({0: shard, 1: shard}, in_turns)
-        keeps_mxfp4 = config.quant_method == "mxfp4" and kernels.select().takes_mxfp4()
+        has_16_bits = config.quant_method == "mxfp4" and not kernels.select().takes_mxfp4()
         for name, num_features, num_channels in (("gate_up_proj", 2 * I, C), ("down_proj", C, I)):
-            if keeps_mxfp4:
-                add_mxfp4_weight(self, name, num_features, num_channels, E)
-            else:
-                precision = config.precision(layer, f"mlp.experts.{name}")
-                add_weight(self, name, num_features, num_channels, precision, E)
+            scheme = None if has_16_bits else config.precision(layer, f"mlp.experts.{name}")
+            add_weight(self, name, num_features, num_channels, scheme, E)
             self.register_parameter(f"{name}_bias", new_bias(E, num_features) if is_gpt_oss else None)
         for name, param in self.named_parameters():
             load = self.load_gate_up if name.startswith("gate_up") else self.load_down
@@ -109,8 +107,7 @@ class Experts(nn.Module):
     ) -> tuple[torch.Tensor, CheckpointTensor]:
         """An expert's part of a parameter, and its tensor, as [output features, input channels]."""
         if param.dtype == torch.uint8:
-            is_blocks = len(loaded.shape) == 3
-            return (param, mxfp4_bytes(loaded)) if is_blocks else (param.T, mxfp4_scales(loaded))
+            return rows_of_expert(param, loaded)
         return param, self.in_rows(param.shape, same_dim, loaded)
 
     def in_rows(self, shape: torch.Size, same_dim: int, loaded: CheckpointTensor) -> CheckpointTensor:

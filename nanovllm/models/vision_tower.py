@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.errors import CheckpointError
-from nanovllm.layers.weight_loader import CheckpointTensor, copy_shard
+from nanovllm.layers.weight_loader import copy_shard
 from nanovllm.models.families import TOWER
 from nanovllm.models.vision import VisionConfig
 from nanovllm.models.vision_rules import check_sizes
 from nanovllm.utils.checkpoint import LOADING_LOCK, open_tensors
+from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
 DUMMY_STD = 0.02
 SIZES = ("image_grid_thw", "image_sizes")  # sizes of images, under either name

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.core import PrefillBatch
-from nanovllm.kernels.fp8 import E4M3
 from nanovllm.layers.attention import Attention, AttentionBackend
 from nanovllm.layers.context import Context
 from nanovllm.messages.images import ImagePart
 from nanovllm.models.decoder import CausalLM
+from nanovllm.quantization.fp8.numbers import E4M3
 
 
 class Block(NamedTuple):

@@ -16,8 +16,8 @@ from torch import nn
 
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
-from nanovllm.kernels.fp8 import E4M3, E4M3_MAX
 from nanovllm.layers.context import Context
+from nanovllm.quantization.fp8.numbers import E4M3, E4M3_MAX
 from nanovllm.runner.memory import allocate_kv_cache, attention_layers
 from nanovllm.runner.part import Part, Rank, one_sequence
 

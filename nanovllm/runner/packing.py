@@ -1,6 +1,7 @@
 """Copies of the weights on the CPU in the layout of its matrix products.
 
-Owns their lifetime: made when the weights are there, dropped before these change. Says how packed integers are kept.
+Owns their lifetime: made when the weights are there, dropped before these change. Says how group-quantized integers are
+kept.
 """
 
 import re
@@ -9,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.kernels import int4
 from nanovllm.kernels.linear.reference import pack
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import ReplicatedLinear
-from nanovllm.models.packed_config import OTHERS, merged_name
+from nanovllm.quantization.int4 import numbers as int4
+from nanovllm.quantization.int4.rules import OTHERS
+from nanovllm.quantization.int4.tensors import merged_name
 
 MAX_BYTES = 4 << 30  # limit for copied weights: other programs need the host's memory
 
@@ -31,15 +33,16 @@ def pack_weights(model: nn.Module) -> None:
     if sum(layer.weight.nbytes for layer in layers) <= MAX_BYTES:
         for layer in layers:
             layer.packed = pack(layer.weight)
-    of_integers = [layer for layer in model.modules() if isinstance(layer, ReplicatedLinear) and is_int4(layer)]
-    if sum(layer.weight.nbytes for layer in of_integers) <= MAX_BYTES:
-        for layer in of_integers:
-            layer.packed = int4.pack(layer.weight, layer.weight_scale, layer.of_integers[0])
+    with_integers = [layer for layer in model.modules() if isinstance(layer, ReplicatedLinear) and is_int4(layer)]
+    if sum(layer.weight.nbytes for layer in with_integers) <= MAX_BYTES:
+        for layer in with_integers:
+            layer.packed = int4.pack(layer.weight, layer.weight_scale, layer.zero_and_order[0])
 
 
-def describe_packed(model: Any, device: torch.device) -> str:
-    """How an engine holds the weights that its checkpoint has as packed integers; "" where it has none."""
-    of_layers = [{merged_name(name) for name, _ in layer.packed if name not in OTHERS} for layer in model.config.layers]
+def describe_integers(model: Any, device: torch.device) -> str:
+    """How an engine holds the weights that its checkpoint has as group-quantized integers; "" where it has none."""
+    schemes = [layer.int_schemes for layer in model.config.layers]
+    of_layers = [{merged_name(name) for name, _ in of_layer if name not in OTHERS} for of_layer in schemes]
     num_kept = num_widened = 0
     for name, param in model.named_parameters():
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.+?)(\.weight)?", name)

@@ -5,10 +5,10 @@ import sys
 import pytest
 import torch
 
-from nanovllm.kernels.fp8 import E4M3
 from nanovllm.kernels.linear import dispatch
 from nanovllm.kernels.linear.norm import SplitKPartials
 from nanovllm.kernels.linear.reference import QKVEpilogue, Tokens, Weight
+from nanovllm.quantization.fp8.numbers import E4M3
 from nanovllm.runner.start import WARMUP_SIZES
 
 pytestmark = pytest.mark.skipif(dispatch.decode_gemm_sm90 is None, reason="no Gluon kernels with this Triton")

@@ -10,10 +10,10 @@ import torch
 from helpers import interpret_fp8_exactly
 
 from nanovllm.kernels.attention import decode, prefill, reference
-from nanovllm.kernels.fp8 import E4M3
 from nanovllm.kernels.linear import dispatch, norm_rope_store
 from nanovllm.kernels.linear import reference as linear_reference
 from nanovllm.kernels.linear.reference import Weight, quantize
+from nanovllm.quantization.fp8.numbers import E4M3
 
 from . import DEVICE, EPS, another, make_epilogue, randn, test_attention
 from .test_attention import OTHER_SCORES, SM90_SPANS, SPANS, PagedCache, check, oracle

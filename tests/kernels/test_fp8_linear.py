@@ -7,11 +7,11 @@ the same quantized x, so that the tolerance need not cover the rounding to e4m3 
 import pytest
 import torch
 
-from nanovllm.kernels.fp8 import E4M3
 from nanovllm.kernels.launch import is_sm90
 from nanovllm.kernels.linear import dispatch, gemv, norm, reference
 from nanovllm.kernels.linear.norm import SplitKPartials
 from nanovllm.kernels.linear.reference import Tokens, Weight
+from nanovllm.quantization.fp8.numbers import E4M3
 
 from . import DEVICE, EPS, another, make_epilogue, rand, randn, sm90_module
 

@@ -8,10 +8,10 @@ import re
 import pytest
 import torch
 
-from nanovllm.kernels import int4 as numbers
 from nanovllm.kernels.linear import dispatch, int4, reference, unpack_int4
 from nanovllm.kernels.linear.norm import SplitKPartials, rms_norm
 from nanovllm.kernels.linear.reference import Weight
+from nanovllm.quantization.int4 import numbers
 
 from . import DEVICE, EPS, another, make_epilogue, rand, randn
 from .test_fp8_linear import OPTIONS, assert_near, make_options, widened
@@ -24,7 +24,7 @@ def make_weight(N, C, size, symmetric=False, dtype=torch.float32, ordered=False)
     scale = (rand(N, C // size) * 1.5 + 0.5) / C**0.5 / 4
     scale[1::2] *= -1
     zero = None if symmetric else torch.randint(0, 17, scale.shape, device=DEVICE, dtype=torch.int8)
-    words = numbers.packed(torch.randint(0, 16, (N, C), device=DEVICE, dtype=torch.uint8), numbers.tile_of(size))
+    words = numbers.words_of(torch.randint(0, 16, (N, C), device=DEVICE, dtype=torch.uint8), numbers.tile_of(size))
     order = torch.randperm(C, device=DEVICE).int() if ordered else None
     return Weight(words, scale.to(dtype), zero=zero, order=order)
 

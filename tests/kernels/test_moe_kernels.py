@@ -14,8 +14,6 @@ from helpers import gpu_param
 
 from nanovllm import kernels
 from nanovllm.distributed.group import SINGLE_RANK
-from nanovllm.kernels import int4
-from nanovllm.kernels.fp8 import E4M3
 from nanovllm.kernels.launch import is_sm90, launch
 from nanovllm.kernels.linear.norm import SplitKPartials, quantize_tokens
 from nanovllm.kernels.linear.reference import Weight, fused_linear, rms_norm
@@ -25,6 +23,8 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.models.config import LayerConfig, MoEConfig
 from nanovllm.models.families import Family
 from nanovllm.models.moe import SparseMoE
+from nanovllm.quantization.fp8.numbers import E4M3
+from nanovllm.quantization.int4 import numbers as int4
 
 from . import DEVICE, EPS, randn
 
@@ -422,7 +422,7 @@ def int4_experts(weight, group, symmetric, dtype):
     scale[:, ::2] *= -1
     zero = None if symmetric else torch.randint(0, 17, scale.shape, device=DEVICE, dtype=torch.int8)
     codes = torch.randint(0, 16, (E, N, C), device=DEVICE, dtype=torch.uint8)
-    return Weight(int4.packed(codes, int4.tile_of(group)), scale.to(dtype), zero=zero)
+    return Weight(int4.words_of(codes, int4.tile_of(group)), scale.to(dtype), zero=zero)
 
 
 @pytest.mark.parametrize("C, E, I, groups", [

@@ -35,7 +35,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..fp8 import E4M3
+from ...quantization.fp8.numbers import E4M3
 from ..launch import (
     has_inline_asm,
     launch,

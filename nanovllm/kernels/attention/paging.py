@@ -9,7 +9,7 @@ K KV heads, GQA_GROUP = H / K, D head size, NB blocks of BS tokens.
 import triton
 import triton.language as tl
 
-from ..fp8 import E4M3
+from ...quantization.fp8.numbers import E4M3
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)  # initial running maximum, finite: -inf minus -inf would be NaN

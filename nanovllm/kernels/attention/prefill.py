@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..fp8 import E4M3
+from ...quantization.fp8.numbers import E4M3
 from ..launch import has_large_shared_memory, launch, launch_options, pdl_launch_dependents, pdl_wait
 from .paging import (
     LOWEST,

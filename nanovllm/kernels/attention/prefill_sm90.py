@@ -30,7 +30,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..fp8 import E4M3
+from ...quantization.fp8.numbers import E4M3
 from ..gluon_compat import (
     async_load,
     commit_group,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..fp8 import E4M3
+from ...quantization.fp8.numbers import E4M3
 
 ROWS_AT_ONCE = 256  # queries that share a mask; keys after the last query are left out
 SHARED_TOKENS = 128  # shared prefixes are multiples of it; it is a multiple of every tile of the decode kernel

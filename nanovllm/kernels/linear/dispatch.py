@@ -27,7 +27,7 @@ decode GEMM request a weight before the kernel that writes it has ended.
 import torch
 import torch.nn.functional as F
 
-from ..fp8 import E4M3
+from ...quantization.fp8.numbers import E4M3
 from ..launch import compile_only, is_sm90
 from . import int4
 from .dequantize import dequantized, has_e4m3

@@ -1,4 +1,4 @@
-"""Triton: products with weights of 4-bit integers (../int4.py), and such a weight in 16 bits.
+"""Triton: products with weights of 4-bit integers (quantization/int4), and such a weight in 16 bits.
 
 Owns `fused_linear` of these: the choice of kernel by the number of tokens, fewer than MIN_TOKENS_DENSE or not.
 
@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..int4 import CODES, MIN_TILE
+from ...quantization.int4.numbers import CODES, MIN_TILE
 from ..launch import launch, launch_options, num_sms, pdl_launch_dependents, pdl_wait
 from .gemv import activate, add_bias_and_activate, output_features
 from .norm import SplitKPartials, rms_norm

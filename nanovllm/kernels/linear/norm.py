@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..fp8 import E4M3, E4M3_MAX
+from ...quantization.fp8.numbers import E4M3, E4M3_MAX
 from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
 from .reference import TILE_TOKENS, Tokens
 

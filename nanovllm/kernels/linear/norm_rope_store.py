@@ -8,7 +8,7 @@ T tokens, H query heads, K KV heads, D head size.
 import triton
 import triton.language as tl
 
-from ..fp8 import E4M3
+from ...quantization.fp8.numbers import E4M3
 from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
 from .norm import to_e4m3
 

@@ -37,7 +37,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..fp8 import E4M3, E4M3_MAX
+from ...quantization.fp8.numbers import E4M3, E4M3_MAX
 from ..gluon_compat import hopper, mbarrier, thread_barrier, tma_load, tma_store, tma_store_wait
 from ..launch import is_sm90, launch, launch_options, num_sms
 from .gemv import sigmoid_argument

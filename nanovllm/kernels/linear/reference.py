@@ -11,20 +11,22 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .. import int4, mxfp4
-from ..fp8 import E4M3, E4M3_MAX
+from ...quantization.fp8 import numbers as fp8
+from ...quantization.fp8.numbers import E4M3, E4M3_MAX
+from ...quantization.int4 import numbers as int4
+from ...quantization.mxfp4 import numbers as mxfp4
 
 
 class Weight(NamedTuple):
     """The weight of a linear layer, y = x @ (data * scale).T."""
 
-    # [N, C], as in nn.Linear; with a scale e4m3, or uint8 [N, C / 2]: MXFP4 (../mxfp4.py), int32 [N, C / 8]: ../int4.py
+    # [N, C], as in nn.Linear; with a scale e4m3, or uint8 [N, C / 2]: MXFP4, int32 [N, C / 8]: int4 (quantization/)
     data: torch.Tensor
     # fp32 [N, G], each scale for C / G channels: G = 1, C / 128, or more where a shard or the tensor's end cuts blocks;
     # MXFP4 has uint8 [C / 32, N], 4-bit integers [N, G] in the dtype of x
     scale: torch.Tensor | None = None
     block_n: int = 1  # number of consecutive output features that share their scales
-    packed: Any = None  # a CPU copy: see `pack`, and ../int4.py for 4-bit integers
+    packed: Any = None  # a CPU copy: see `pack`, and quantization/int4/numbers.py for 4-bit integers
     zero: torch.Tensor | None = None  # int8 [N, G] for 4-bit integers; None: symmetric
     order: torch.Tensor | None = None  # i32 [C] for 4-bit integers: x's channel for each channel of W; None: the same
     is_temporary: bool = False  # written by a kernel just before: a PDL kernel must not read it before its wait
@@ -69,8 +71,7 @@ class Weight(NamedTuple):
         if self.is_int4:
             numbers = int4.dequantized(self.data, self.scale, self.zero, dtype)
             return torch.empty_like(numbers).index_copy_(-1, self.channels, numbers)
-        groups = widened(self.data).unflatten(-1, (self.scale.shape[-1], -1))
-        return groups.mul_(self.scale.unsqueeze(-1)).flatten(-2).to(dtype)
+        return fp8.dequantized(self.data, self.scale, dtype)
 
 
 def pack(data):
@@ -86,14 +87,6 @@ def pack(data):
     if not (is_x86 and torch.backends.mkldnn.is_available() and data.device.type == "cpu" and supports):
         return None
     return torch.ops.mkldnn._reorder_linear_weight(data, None)  # for any number of tokens
-
-
-def widened(data):
-    """A copy in fp32. torch's own conversion of e4m3 takes 10 ns a number on the CPU, a table 2."""
-    if data.dtype != E4M3 or data.device.type != "cpu":
-        return data.to(torch.float32, copy=True)
-    table = torch.arange(256, dtype=torch.uint8, device="cpu").view(data.dtype).float()
-    return table.index_select(0, data.view(torch.uint8).flatten().int()).view(data.shape)
 
 
 TILE_TOKENS = 128  # tokens in a library's tile

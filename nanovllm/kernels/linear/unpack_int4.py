@@ -1,6 +1,6 @@
 """Triton: 4-bit integers to numbers by bit operations, in a tile of a weight and in a dot product of vectors.
 
-Owns the assembly of both, the channels of a word (../int4.py has their order), and the order of a tile in registers
+Owns the assembly of both, a word's channels (quantization/int4 has their order), and the order of a tile in registers
 (`in_order`), for MXFP4 too. In a tile a code becomes a number of 16 bits: 0x4300 | code is 128 + code in bf16,
 0x6400 | code is 1024 + code in fp16, both exact; subtracting 128 or 1024 and the zero is exact too. In a dot product
 the code's bits are a subnormal fp16: code * 2^-24, or 16 times that if they are 4 bits higher. Two codes, of

@@ -16,7 +16,7 @@ of 16, all experts are dequantized at each call, which is correct but slow.
 import torch
 import torch.nn.functional as F
 
-from ..int4 import MIN_TILE
+from ...quantization.int4.numbers import MIN_TILE
 from ..launch import has_large_shared_memory, is_sm90
 from ..linear.dequantize import dequantized, has_e4m3
 from ..linear.dispatch import fused_linear

@@ -2,7 +2,7 @@
 
 Owns the order of the channels of x that such tiles need (`reordered`). Sign, exponent and mantissa of an e2m1 are moved
 to their places in a number of 16 bits, and a power of two makes up for the other bias: 2^14 in fp16, 2^126 in bf16; on
-NVIDIA GPUs in PTX, two numbers at once. ../mxfp4.py has the order of the numbers in a word.
+NVIDIA GPUs in PTX, two numbers at once. quantization/mxfp4 has the order of the numbers in a word.
 """
 
 import torch

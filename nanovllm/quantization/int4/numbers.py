@@ -48,7 +48,7 @@ def codes_of(words, bits=4):
     return bytes_ if bits == 8 else torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(-2)
 
 
-def packed(codes, tile):
+def words_of(codes, tile):
     """Pack codes uint8 [..., C], C a multiple of 8, into words int32 [..., C / 8], in tiles."""
     codes = tiled(codes, tile)
     bytes_ = codes[..., 0::2] | codes[..., 1::2] << 4

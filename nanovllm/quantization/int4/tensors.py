@@ -1,26 +1,28 @@
-"""Loads packed integers from checkpoints into 4-bit parameters, or dequantizes them for layers in 16 bits.
+"""Weights of group-quantized integers: 4-bit parameters, and the checkpoint tensors that fill them.
 
-A module has several tensors, maybe in several files; ``models/loader.py`` gathers them. Each layout becomes codes
-[N, C], scales and zeros [N, G]; a weight is (code - zero) * scale. ``kernels/int4.py`` has the form of parameters.
+A module has several tensors, maybe in several files, which ``take`` gathers. Each layout becomes codes [N, C], scales
+and zeros [N, G]; a weight is (code - zero) * scale. ``numbers.py`` has the form of parameters. Layers that have 16 bits
+here get the weight dequantized.
 
 Legend: N output features, C input channels, G groups, all of a checkpoint tensor. A word has 32 / bits numbers.
 """
 
 import math
+import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from nanovllm.errors import CheckpointError
-from nanovllm.kernels import int4
-from nanovllm.layers.weight_loader import CheckpointTensor, check_dtype
-
-if TYPE_CHECKING:
-    from nanovllm.models.quantization_config import PackedInts
+from nanovllm.quantization.fields import linears
+from nanovllm.quantization.int4 import numbers
+from nanovllm.quantization.int4.rules import IntScheme
+from nanovllm.utils.checkpoint_tensor import CheckpointTensor, Gathered, check_dtype
 
 # AWQ's order of the eight features of a word
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
@@ -31,26 +33,41 @@ KINDS = {  # by layout: suffixes of a module's tensors, codes, scales and zeros 
     "gptq_v2": ("qweight", "scales", "qzeros", "g_idx"),
 }
 ALL_KINDS = frozenset(kind for kinds in KINDS.values() for kind in kinds)
+MERGED = {part: name for name, parts in linears(1, True).items() for part in parts}
+RANDOM_STD = 4.6  # standard deviation of random codes
 
 
-def new_int4_weight(output_size: int, input_size: int, scheme: "PackedInts",
-                    *experts: int) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter | None, torch.Tensor | None]:
-    """Words, scale, zero and order of a weight, uninitialised, for N and C of this rank.
+def new_weight(output_size: int, input_size: int, scheme: IntScheme, *experts: int) -> dict[str, Any]:
+    """Words, scale, zero and order of a weight, uninitialised, for N and C of this rank; in 16 bits where a rank would
+    cut words.
 
     Its groups are the largest that divide both the checkpoint's and C. ``data.halves`` holds scale, zero and order. The
     order is valid from the beginning, because start-up gathers by it while kernels compile.
     """
+    if input_size % numbers.CODES:
+        return {"": nn.Parameter(torch.empty(*experts, output_size, input_size), requires_grad=False)}
     size = math.gcd(scheme.group_size, input_size)
     groups = *experts, output_size, input_size // size
-    words = torch.empty(*experts, output_size, input_size // int4.CODES, dtype=torch.int32)
+    words = torch.empty(*experts, output_size, input_size // numbers.CODES, dtype=torch.int32)
     data, scale = (nn.Parameter(x, requires_grad=False) for x in (words, torch.empty(groups)))
     zero = None if scheme.symmetric else nn.Parameter(torch.empty(groups, dtype=torch.int8), requires_grad=False)
     order = torch.arange(input_size, dtype=torch.int32) if scheme.act_order else None
     data.halves = scale, zero, order  # type: ignore[attr-defined]
-    return data, scale, zero, order
+    return {"": data, "_scale": scale, "_zero": zero, "_order": order}
 
 
-def needed(scheme: "PackedInts") -> set[str]:
+def randomize(name: str, param: Any, std: float, generator: torch.Generator) -> bool:
+    """Fill a parameter with random codes, or with one scale or zero; False: it is not of this format."""
+    if param.dtype == torch.int32:
+        param.random_(-(1 << 31), (1 << 31) - 1, generator=generator)
+    elif name.endswith(("_scale", "_zero")):
+        param.fill_(std / RANDOM_STD if name.endswith("_scale") else numbers.MIDDLE)
+    else:
+        return False
+    return True
+
+
+def needed(scheme: IntScheme) -> set[str]:
     """Kinds of a module's tensors that are read together. GPTQ's ``g_idx`` without an order is checked by itself."""
     kinds = set(KINDS[scheme.layout])
     if scheme.layout == "compressed-tensors" and scheme.symmetric:
@@ -58,7 +75,7 @@ def needed(scheme: "PackedInts") -> set[str]:
     return kinds if scheme.act_order else kinds - {"g_idx"}
 
 
-def check_in_order(scheme: "PackedInts", g_idx: CheckpointTensor) -> None:
+def check_in_order(scheme: IntScheme, g_idx: CheckpointTensor) -> None:
     """Raises CheckpointError unless each group has neighbouring channels."""
     groups = g_idx.read(...).long()
     places = torch.arange(len(groups), device=groups.device)
@@ -69,12 +86,78 @@ def check_in_order(scheme: "PackedInts", g_idx: CheckpointTensor) -> None:
         )
 
 
+def scheme_of(layer: tuple[tuple[str, IntScheme], ...], module: str) -> IntScheme | None:
+    """The scheme of a decoder layer's module, by its name there: its own, or that of the layer it is merged into."""
+    if not layer:
+        return None
+    schemes = dict(layer)
+    return schemes[module] if module in schemes else schemes.get(merged_name(module))
+
+
+def merged_name(module: str) -> str:
+    """The linear layer here that has the weights of a checkpoint's module; names in a decoder layer."""
+    return MERGED.get(re.sub(r"^mlp\.experts\.\d+\.", "mlp.experts.0.", module), module)
+
+
+def take(name: str, tensor: CheckpointTensor, layers: Sequence[Any], is_known: bool,
+         gathered: Gathered) -> "tuple[str, CheckpointTensor, IntTensors | None] | None":
+    """A parameter's name here and its tensor, with the integers that it completes; None: nothing to write.
+
+    None stands for a module whose other tensors are to come, and for a tensor that is only checked.
+
+    Args:
+        layers: ``int_schemes`` of each decoder layer.
+        is_known: the model has a parameter of this name.
+    """
+    module, _, kind = name.rpartition(".")
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module)
+    is_ours = match and (kind in ALL_KINDS or (kind == "bias" and not is_known)) and int(match[1]) < len(layers)
+    scheme = scheme_of(layers[int(match[1])], match[2]) if match and is_ours else None
+    if scheme is None:
+        return name, tensor, None
+    if kind == "bias":  # zeros, which AutoGPTQ stored where the model has no bias
+        if bool(tensor.read(...).any()):
+            raise CheckpointError(f"tensor {tensor.name!r} is not 0, and the model has no such bias.")
+        return None
+    if kind == "g_idx" and not scheme.act_order:
+        check_in_order(scheme, tensor)
+        return None
+    tensors = gathered.add(module, kind, tensor, needed(scheme))
+    if tensors is None:
+        return None
+    integers = IntTensors(tensor.name.rpartition(".")[0], scheme, tensors)
+    integers.check()
+    return f"{module}.weight", tensor, integers
+
+
+def fitting(param: Any, tensor: CheckpointTensor, integers: "IntTensors | None",
+            is_adapted: bool) -> tuple[CheckpointTensor, "IntTensors | None"]:
+    """Fit a tensor, or the integers that it completes, to a parameter, which may be None: dequantized for 16 bits.
+
+    Raises:
+        CheckpointError: integers for an adapter's sum, or another tensor for a parameter of integers.
+    """
+    if integers is not None and is_adapted:
+        raise CheckpointError(
+            f"module {integers.name!r} is of packed integers, and an adapter is merged into 16-bit weights. Take the "
+            "16-bit checkpoint; LLM(quantization='fp8') quantizes the sum."
+        )
+    if integers is None and hasattr(param, "halves"):
+        raise CheckpointError(
+            f"tensor {tensor.name!r} is not of packed integers, as this layer is here. Give all the tensors of the "
+            "module as its checkpoint has them, or load the 16-bit checkpoint, which takes 16-bit updates."
+        )
+    if integers is not None and param is not None and not hasattr(param, "halves"):
+        return integers.dequantized(), None
+    return tensor, integers
+
+
 @dataclass(frozen=True)
-class PackedTensors:
+class IntTensors:
     """The tensors of a module, by their kinds."""
 
     name: str  # the module's name in the checkpoint
-    scheme: "PackedInts"
+    scheme: IntScheme
     tensors: dict[str, CheckpointTensor]
 
     def check(self) -> None:
@@ -122,7 +205,7 @@ class PackedTensors:
     @cached_property
     def codes(self) -> torch.Tensor:
         """uint8 [N, C], channels in the order of their groups."""
-        codes = int4.codes_of(self.words, self.scheme.bits)
+        codes = numbers.codes_of(self.words, self.scheme.bits)
         if self.scheme.layout == "awq":
             codes = codes.unflatten(1, (-1, 8))[..., AWQ_ORDER].flatten(1).T
         codes = codes[:, : self.shape[1]]
@@ -162,9 +245,9 @@ class PackedTensors:
         if scheme.layout == "compressed-tensors":
             if scheme.symmetric:
                 return None
-            zeros = int4.codes_of(self._read(2).T, scheme.bits).T[: self.shape[0]].short()
+            zeros = numbers.codes_of(self._read(2).T, scheme.bits).T[: self.shape[0]].short()
         else:
-            stored = int4.codes_of(self._read(2), scheme.bits)
+            stored = numbers.codes_of(self._read(2), scheme.bits)
             if scheme.layout == "awq":
                 stored = stored.unflatten(1, (-1, 8))[..., AWQ_ORDER].flatten(1)
             zeros = stored.T.short() + (scheme.layout == "gptq")
@@ -203,10 +286,10 @@ class PackedTensors:
     def writes(self, data: Any) -> list[tuple[Any, CheckpointTensor]]:
         """The parameters of a weight of 4-bit integers, each with its tensor."""
         scale, zero, order = data.halves
-        size, (_, C) = data.shape[-1] * int4.CODES // scale.shape[-1], self.shape
-        if C % size or C % int4.CODES:
+        size, (_, C) = data.shape[-1] * numbers.CODES // scale.shape[-1], self.shape
+        if C % size or C % numbers.CODES:
             raise CheckpointError(f"module {self.name!r} has {C} input channels, expected a multiple of {size}.")
-        pairs = [(data, int4.packed(self.codes, int4.tile_of(size))), (scale, self.spread(self.scales, size))]
+        pairs = [(data, numbers.words_of(self.codes, numbers.tile_of(size))), (scale, self.spread(self.scales, size))]
         if self.zeros is not None:
             pairs.append((zero, self.spread(self.zeros, size).to(torch.int8)))
         if order is not None and self.order is not None:

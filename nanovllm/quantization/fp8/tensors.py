@@ -1,9 +1,10 @@
-"""Loads quantized checkpoint tensors into the parameters of ``precision.py``.
+"""FP8 weights: their parameters, and the checkpoint tensors that fill them, FP8 of each published form or 16 bits.
 
-FP8 of each published form, 16-bit tensors that become FP8 as they load, MXFP4 experts, scales of an FP8 KV cache.
-``models/quantization_config.py`` says which weights are quantized.
+A weight is data (e4m3) [N, C] times scale (fp32) [N, G], a scale for each of G groups of channels of an output feature.
+G is 1, or the groups are published blocks, smaller where blocks would be cut: by the end of the tensor or by a shard of
+it. Scales of an FP8 KV cache are read here, too.
 
-Legend: N output features, C input channels, both of a checkpoint tensor.
+Legend: N output features, C input channels: of this rank in a parameter, of all in a checkpoint tensor.
 """
 
 import math
@@ -12,84 +13,44 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch import nn
 
 from nanovllm.errors import CheckpointError
-from nanovllm.kernels import mxfp4
-from nanovllm.kernels.fp8 import E4M3, E4M3_MAX
-from nanovllm.layers.weight_loader import CheckpointTensor, check_dtype
+from nanovllm.quantization.fp8.numbers import E4M3, quantize
+from nanovllm.quantization.fp8.rules import Fp8
+from nanovllm.utils.checkpoint_tensor import CheckpointTensor, check_dtype
 
-MIN_SCALE = 1e-12  # scale of a group of zeros
-ROWS_BYTES = 64 << 20  # fp32 values held at once: a running engine has little room
-
-
-def mxfp4_bytes(loaded: CheckpointTensor) -> CheckpointTensor:
-    """Published blocks [N, C / 32, 16] as bytes [N, C / 2] of kernels; whole blocks of these may be read."""
-    N, num_groups, size = loaded.shape
-
-    def read(index: tuple[slice, ...]) -> torch.Tensor:
-        rows, columns = (*index, slice(None))[:2]
-        start, stop, _ = columns.indices(num_groups * size)
-        assert start % size == stop % size == 0
-        blocks = loaded.read((rows, slice(start // size, stop // size)))
-        check_dtype(blocks, torch.uint8, loaded.name)
-        return mxfp4.repacked(blocks).flatten(1)
-
-    return CheckpointTensor(loaded.name, [N, num_groups * size], read)
+RANDOM_STD, RANDOM_ROWS = 64.0, 1024  # standard deviation of random data, where e4m3 ends at 448; rows drawn at once
 
 
-def mxfp4_scales(loaded: CheckpointTensor) -> CheckpointTensor:
-    """Published scales, checked where they are read: numbers that kernels can multiply by."""
+def new_weight(output_size: int, input_size: int, scheme: Fp8, *experts: int) -> dict[str, Any]:
+    """Data and scale, uninitialised.
 
-    def read(index: Any) -> torch.Tensor:
-        scales = loaded.read(index)
-        check_dtype(scales, torch.uint8, loaded.name)
-        if scales.numel() and (largest := int(scales.max())) > mxfp4.MAX_SCALE:
-            raise CheckpointError(
-                f"tensor {loaded.name!r} has a scale of {largest}, expected at most {mxfp4.MAX_SCALE} (2.0)."
-            )
-        return scales
-
-    return CheckpointTensor(loaded.name, loaded.shape, read)
-
-
-def dequantized_mxfp4(blocks: CheckpointTensor, scales: CheckpointTensor, dtype: torch.dtype) -> CheckpointTensor:
-    """Dequantize all experts' blocks [E, N, C / 32, 16] and scales [E, N, C / 32] to [E, C, N], as in 16 bits."""
-    scales.fit(blocks.fit([*blocks.shape[:3], mxfp4.GROUP // 2]).shape[:3])
-    E, N, num_groups = scales.shape
-
-    def read(index: tuple[slice, ...]) -> torch.Tensor:
-        experts, channels, rows = (*index, slice(None), slice(None))[:3]
-        data = blocks.read((experts, rows))
-        check_dtype(data, torch.uint8, blocks.name)
-        data = mxfp4.repacked(data).flatten(-2)
-        whole = mxfp4.dequantized(data, mxfp4_scales(scales).read((experts, rows)).mT, dtype)
-        return whole.mT[:, channels]
-
-    return CheckpointTensor(blocks.name, [E, num_groups * mxfp4.GROUP, N], read)
-
-
-def quantize(weight: torch.Tensor, block: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """[n, C] -> data (e4m3) [n, C] and scale (fp32) [ceil(n / block), ceil(C / block)], or [n, 1] without a block.
-
-    scale = max|w| / 448 of each block or row, data = w / scale rounded to nearest.
+    ``data.scale`` is the scale, ``scale.block`` the scheme's block. ``scale.group_size`` is the number of channels of a
+    scale, the largest that divides both a block and this rank's channels; 0: all of them.
     """
-    n, C = weight.shape
-    height, width = (block, block) if block else (1, C)
-    data = torch.empty(weight.shape, dtype=E4M3, device=weight.device)
-    scale = torch.empty(-(-n // height), -(-C // width), dtype=torch.float32, device=weight.device)
-    step = max(1, ROWS_BYTES // (4 * C * height))  # rows of scales
-    for i in range(0, len(scale), step):
-        rows = slice(i * height, (i + step) * height)
-        wide = weight[rows].float()
-        padded = F.pad(wide, (0, -C % width, 0, -len(wide) % height))
-        blocks = padded.unflatten(1, (-1, width)).unflatten(0, (-1, height))
-        # not / E4M3_MAX, which a GPU rounds otherwise than a CPU: it multiplies by the reciprocal of a number
-        spread = scale[i : i + step] = (blocks.abs().amax(dim=(1, 3)) * (1 / E4M3_MAX)).clamp_(min=MIN_SCALE)
-        if block:
-            spread = spread.repeat_interleave(block, 0)[: len(wide)].repeat_interleave(block, 1)[:, :C]
-        data[rows] = (wide / spread).to(E4M3)
-    return data, scale
+    group_size = math.gcd(scheme.block, input_size) if scheme.block else 0
+    num_groups = input_size // group_size if group_size else 1
+    data = nn.Parameter(torch.empty(*experts, output_size, input_size, dtype=E4M3), requires_grad=False)
+    scale = nn.Parameter(torch.empty(*experts, output_size, num_groups, dtype=torch.float32), requires_grad=False)
+    data.scale, scale.group_size, scale.block = scale, group_size, scheme.block  # type: ignore[attr-defined]
+    return {"": data, "_scale": scale}
+
+
+def randomize(name: str, param: Any, std: float, generator: torch.Generator) -> bool:
+    """Fill a parameter with random numbers; False: it is not of this format.
+
+    Data are drawn in pieces, so that the device never holds them in another type.
+    """
+    if hasattr(param, "group_size"):
+        param.fill_(std / RANDOM_STD)
+        return True
+    if param.dtype != E4M3:
+        return False
+    for rows in param.flatten(0, -2).split(RANDOM_ROWS):
+        drawn = torch.empty(rows.shape, dtype=torch.float32, device=param.device)
+        rows.copy_(drawn.normal_(0.0, RANDOM_STD, generator=generator))
+    return True
 
 
 def quantized(param: Any, loaded: CheckpointTensor) -> list[tuple[Any, CheckpointTensor]]:

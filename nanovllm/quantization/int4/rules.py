@@ -1,29 +1,22 @@
-"""Finds a model's weights of packed integers: compressed-tensors' "pack-quantized", AWQ, GPTQ and AutoRound.
+"""Group-quantized integers by ``config.json``: compressed-tensors' "pack-quantized", AWQ, GPTQ and AutoRound.
 
-Each module of a checkpoint has its own bits, groups and zeros, or is left in 16 bits. Every field of
-``quantization_config`` that changes the numbers is honoured or refused. Rules are matched against the checkpoint's own
-modules; only then are parts merged. ``layers/packed_weights.py`` reads the tensors. Imports no torch.
+Each module of a checkpoint has its own bits, groups and zeros, or is left in 16 bits. Every field that changes the
+numbers is honoured or refused. Rules are matched against the checkpoint's own modules; only then are parts merged.
+Imports no torch.
 """
 
 import re
 from collections.abc import Callable, Sequence
 from itertools import chain, product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nanovllm.models.families import Family
-from nanovllm.models.quantization_config import (
-    ANY,
-    E4M3,
-    PackedInts,
-    check_fields,
-    linears,
-    refusal,
-    skipped_modules,
-    spellings,
-)
+from nanovllm.quantization.fields import ANY, E4M3, check_fields, linears, refusal, skipped_modules, spellings
 from nanovllm.utils.checkpoint import tensor_names
 from nanovllm.utils.patterns import first_matches
+
+if TYPE_CHECKING:
+    from nanovllm.models.families import Family
 
 FLAG, UNSET = (True, False), (None, False)
 BLOCKS = "block_name_to_quantize", "to_quant_block_names", "quant_block_list"  # names in the versions of AutoRound
@@ -81,23 +74,31 @@ COMPRESSED_TENSORS: dict[str, Any] = NEUTRAL | {
     "format": ("pack-quantized",), "config_groups": ANY, "ignore": ANY, "kv_cache_scheme": E4M3, "version": ANY,
 }
 DYNAMIC = ("bits", "group_size", "sym", "desc_act")  # fields of a module in GPTQ's ``dynamic``
-# Modules that may be packed in a checkpoint and are 16 bits here.
+# Modules that may be integers in a checkpoint and are 16 bits here.
 OTHERS = (
     "linear_attn.in_proj_a", "linear_attn.in_proj_b", "linear_attn.in_proj_ba", "mlp.gate", "mlp.shared_expert_gate",
 )  # fmt: skip
 # Tensors of modules outside of decoder layers, which are 16 bits in every supported checkpoint.
 OUTSIDE = re.compile(r"(?:.*\.)?(?:lm_head|embed_tokens|score)\.(?:qweight|weight_packed)")
-MERGED = {part: name for name, parts in linears(1, True).items() for part in parts}
 REGEX_SIGNS = frozenset("*+?^$()[]{}|\\")
 
-Schemes = dict[str, PackedInts | None]  # by module; None: 16 bits
-Layers = list[tuple[tuple[str, PackedInts], ...]]
+
+class IntScheme(NamedTuple):
+    """How a checkpoint stores a module of group-quantized integers."""
+
+    layout: str  # tensor layout: "compressed-tensors", "awq", "gptq", or "gptq_v2"
+    bits: int  # 4 or 8
+    group_size: int  # channels per scale; 0: a whole row
+    symmetric: bool  # codes are relative to half their range, else each group has a zero
+    act_order: bool = False  # ``g_idx`` says which group a channel belongs to
 
 
-def read_packed(
-    quantization: dict[str, Any], family: Family, num_layers: int, num_experts: int, files: Sequence[Path]
-) -> Layers:
-    """The packed modules of each decoder layer. A merged layer replaces its parts if they are alike.
+Schemes = dict[str, IntScheme | None]  # by module; None: 16 bits
+
+
+def read(quantization: dict[str, Any], family: "Family", num_layers: int, num_experts: int,
+         files: Sequence[Path]) -> tuple[None, list[dict[str, Any]]]:
+    """``int_schemes`` of each ``LayerConfig``. A merged layer replaces its parts if they are alike.
 
     ``files``: of the weights. They tell which layers the checkpoint itself has merged; without them it has the parts.
     """
@@ -114,7 +115,7 @@ def read_packed(
         is_whole = not parts or not stems.isdisjoint(spellings(prefix + name, family.renamed))
         own[i, name] = [prefix + part for part in ([name] if is_whole else parts)]
     schemes = READERS[quantization["quant_method"]](quantization, family, list(chain(*own.values())))
-    layers: list[list[tuple[str, PackedInts]]] = [[] for _ in range(num_layers)]
+    layers: list[list[tuple[str, IntScheme]]] = [[] for _ in range(num_layers)]
     for (i, name), names in own.items():
         found = [(each.removeprefix(f"model.layers.{i}."), schemes[each]) for each in names]
         if len({scheme for _, scheme in found}) == 1:
@@ -124,23 +125,10 @@ def read_packed(
     if family.gpt_oss_experts or in_order:
         what = "gpt-oss in packed integers" if family.gpt_oss_experts else f"desc_act of experts ({in_order[0]})"
         raise refusal(what)
-    return [tuple(layer) for layer in layers]
+    return None, [{"int_schemes": tuple(layer)} for layer in layers]
 
 
-def scheme_of(layer: tuple[tuple[str, PackedInts], ...], module: str) -> PackedInts | None:
-    """The scheme of a decoder layer's module, by its name there: its own, or that of the layer it is merged into."""
-    if not layer:
-        return None
-    schemes = dict(layer)
-    return schemes[module] if module in schemes else schemes.get(merged_name(module))
-
-
-def merged_name(module: str) -> str:
-    """The linear layer here that has the weights of a checkpoint's module; names in a decoder layer."""
-    return MERGED.get(re.sub(r"^mlp\.experts\.\d+\.", "mlp.experts.0.", module), module)
-
-
-def matches(regexes: dict[str, str], family: Family, names: list[str]) -> dict[str, str]:
+def matches(regexes: dict[str, str], family: "Family", names: list[str]) -> dict[str, str]:
     """Map each of ``names`` that a regular expression matches to the first such expression, as it was given."""
     spelled = {spelling: name for name in names for spelling in spellings(name, family.renamed)}
     try:
@@ -162,33 +150,33 @@ def group_size_of(where: str, value: Any) -> int:
     raise refusal(f"{where}={value!r:.100} (not -1 or a multiple of 8)")
 
 
-def of_awq(raw: dict[str, Any], family: Family, names: list[str]) -> Schemes:
+def of_awq(raw: dict[str, Any], family: "Family", names: list[str]) -> Schemes:
     given = dict(raw)
     for old, new in (("w_bit", "bits"), ("q_group_size", "group_size")):
         if old in given and given.setdefault(new, given[old]) != given.pop(old):
             raise refusal(f"{old}={raw[old]!r:.100} beside {new}={raw[new]!r:.100}")
     check_fields("", given, OF_AWQ, is_closed=True)
-    scheme = PackedInts("awq", 4, group_size_of("group_size", given.get("group_size")), symmetric=False)
+    scheme = IntScheme("awq", 4, group_size_of("group_size", given.get("group_size")), symmetric=False)
     is_chosen = chosen_modules(raw, family, names)
     return {name: scheme if is_chosen(name) else None for name in names}
 
 
-def of_gptq(raw: dict[str, Any], family: Family, names: list[str]) -> Schemes:
+def of_gptq(raw: dict[str, Any], family: "Family", names: list[str]) -> Schemes:
     check_fields("", raw, OF_GPTQ, is_closed=True)
     layouts = {raw[name] for name in ("checkpoint_format", "format") if raw.get(name)}
     if len(layouts) > 1:
         raise refusal(f"checkpoint_format={raw['checkpoint_format']!r} beside format={raw['format']!r}")
     layout = layouts.pop() if layouts else "gptq"
 
-    def scheme(fields: dict[str, Any], where: str) -> PackedInts:
+    def scheme(fields: dict[str, Any], where: str) -> IntScheme:
         size = group_size_of(f"{where}group_size", fields.get("group_size"))
         is_ordered = bool(fields.get("desc_act")) and size > 0
-        return PackedInts(layout, int(fields["bits"]), size, bool(fields["sym"]), is_ordered)
+        return IntScheme(layout, int(fields["bits"]), size, bool(fields["sym"]), is_ordered)
 
     default, dynamic = scheme(raw, ""), raw.get("dynamic") or {}
     if not isinstance(dynamic, dict) or not all(isinstance(fields, dict) for fields in dynamic.values()):
         raise refusal(f"dynamic={dynamic!r:.100} (not an object of objects)")
-    overrides: dict[str, PackedInts | None] = {}
+    overrides: dict[str, IntScheme | None] = {}
     for pattern, fields in dynamic.items():
         where = f"dynamic.{pattern}."
         if pattern.startswith("-:"):
@@ -202,11 +190,11 @@ def of_gptq(raw: dict[str, Any], family: Family, names: list[str]) -> Schemes:
     return {name: overrides[found[name]] if name in found else default if is_chosen(name) else None for name in names}
 
 
-def of_auto_round(raw: dict[str, Any], family: Family, names: list[str]) -> Schemes:
+def of_auto_round(raw: dict[str, Any], family: "Family", names: list[str]) -> Schemes:
     check_fields("", raw, OF_AUTO_ROUND, is_closed=True)
     layout, extra = PACKINGS[raw.get("packing_format")], raw.get("extra_config") or {}
 
-    def scheme(fields: dict[str, Any], where: str) -> PackedInts | None:
+    def scheme(fields: dict[str, Any], where: str) -> IntScheme | None:
         check_fields(where, fields, OF_LAYER, is_closed=True)
         merged: dict[str, Any] = {name: raw.get(name) for name in ("bits", "group_size", "sym", "data_type")}
         merged |= {name: x for name, x in fields.items() if x is not None}
@@ -214,7 +202,7 @@ def of_auto_round(raw: dict[str, Any], family: Family, names: list[str]) -> Sche
             return None
         check_fields(where, merged, {"bits": (4, 8) if layout != "awq" else (4,)})
         size, symmetric = group_size_of(f"{where}group_size", merged["group_size"]), merged["sym"] in (None, True)
-        return PackedInts(layout, int(merged["bits"]), size, symmetric)
+        return IntScheme(layout, int(merged["bits"]), size, symmetric)
 
     if not isinstance(extra, dict):
         raise refusal(f"extra_config={extra!r:.100} (not an object)")
@@ -226,12 +214,12 @@ def of_auto_round(raw: dict[str, Any], family: Family, names: list[str]) -> Sche
     return {name: overrides[found[name]] if name in found else default if is_chosen(name) else None for name in names}
 
 
-def of_compressed_tensors(raw: dict[str, Any], family: Family, names: list[str]) -> Schemes:
+def of_compressed_tensors(raw: dict[str, Any], family: "Family", names: list[str]) -> Schemes:
     check_fields("", raw, COMPRESSED_TENSORS, is_closed=True)
     groups = raw.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise refusal(f"config_groups={groups!r:.100} (no groups)")
-    targets: dict[str, PackedInts] = {}  # a later group overrides a target, as in compressed-tensors
+    targets: dict[str, IntScheme] = {}  # a later group overrides a target, as in compressed-tensors
     for key, group in groups.items():
         where = f"config_groups.{key}."
         check_fields(where, group, GROUP, is_closed=True)
@@ -242,7 +230,7 @@ def of_compressed_tensors(raw: dict[str, Any], family: Family, names: list[str])
             size = group_size_of(f"{where}weights.group_size", weights.get("group_size"))
         elif weights.get("group_size") not in (None, -1):
             raise refusal(f"{where}weights.group_size={weights['group_size']!r:.100} with strategy 'channel'")
-        scheme = PackedInts(
+        scheme = IntScheme(
             "compressed-tensors", int(weights["num_bits"]), size, weights.get("symmetric") in (None, True)
         )
         targets |= dict.fromkeys(flat(group.get("targets"), f"{where}targets"), scheme)
@@ -266,7 +254,7 @@ def flat(value: Any, where: str) -> list[str]:
     return [name for each in value for name in flat(each, where)]
 
 
-def chosen_modules(raw: dict[str, Any], family: Family, modules: list[str]) -> Callable[[str], bool]:
+def chosen_modules(raw: dict[str, Any], family: "Family", modules: list[str]) -> Callable[[str], bool]:
     """Test whether the fields of ``WHICH`` choose a module: in a block, of an ending there, not left out; none: all."""
     blocks = [name for key in BLOCKS for name in flat(raw.get(key), key)]
     ends = flat(raw.get("modules_in_block_to_quantize"), "modules_in_block_to_quantize")
@@ -282,6 +270,6 @@ def chosen_modules(raw: dict[str, Any], family: Family, modules: list[str]) -> C
     return is_chosen
 
 
-READERS: dict[str, Callable[[dict[str, Any], Family, list[str]], Schemes]] = {
+READERS: dict[str, Callable[[dict[str, Any], "Family", list[str]], Schemes]] = {
     "awq": of_awq, "gptq": of_gptq, "auto-round": of_auto_round, "compressed-tensors": of_compressed_tensors,
 }  # fmt: skip

@@ -8,7 +8,8 @@ transposed: a row of scales has one group of 32 channels for all features, so a 
 
 import torch
 
-GROUP = 32  # channels of a scale
+from nanovllm.quantization.mxfp4.rules import GROUP
+
 MAX_SCALE = 128  # above it, numbers times 2 ** (b - 1), as kernels compute them in bf16, overflow; 255 is NaN
 MAGNITUDES = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0
 
