@@ -50,6 +50,8 @@ LINEAR = re.compile(
     r"model\.layers\.\d+\.((self_attn|mlp(\.shared_experts?|\.experts\.\d+)?)\.\w+_proj"
     r"|linear_attn\.(in_proj_qkv|in_proj_z|in_proj_qkvz|out_proj))\.weight"
 )
+Q, K, V, O = (f"self_attn.{x}_proj" for x in "qkvo")
+GATE, UP, DOWN = (f"mlp.{x}_proj" for x in ("gate", "up", "down"))
 SKIPPED = "modules_to_not_convert", "ignored_layers", "ignore"
 KV_SCALES = {"k": 0.02, "v": 0.03}
 AWQ_FEATURES = [0, 2, 4, 6, 1, 3, 5, 7]  # features of a word's nibbles, from the lowest

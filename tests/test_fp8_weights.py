@@ -6,7 +6,6 @@ import copy
 import json
 import shutil
 from dataclasses import replace
-from functools import cache
 
 import families
 import pytest
@@ -50,20 +49,6 @@ PROMPTS = [IDS[:40], IDS[5:14], IDS[20:37]]
 BLOCKS = config_of("deepseek")
 O_PROJ = "model.layers.0.self_attn.o_proj"
 EXPERT = "model.layers.1.mlp.experts.3.down_proj"
-
-
-@pytest.fixture(scope="module")
-def published(tmp_path_factory):
-    """published(family, form) -> (path of a checkpoint, transformers' model of its dequantized weights)."""
-
-    @cache
-    def at(family, form):
-        path = str(tmp_path_factory.mktemp(form))
-        model = make(path, family)
-        write(path, model, form)
-        return path, model
-
-    return at
 
 
 def test_transformers_reads_the_checkpoint(tmp_path):
@@ -150,34 +135,6 @@ class WeightOf:
     qkv_linear = fused_linear
 
 
-@pytest.mark.parametrize(("form", "skipped"), [
-    ("qwen", ["model.layers.0.self_attn.o_proj", "model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"]),
-    ("channel", ["re:.*\\.0\\.mlp.*", "model.layers.1.self_attn.o_proj"]),
-    ("modelopt", ["*layers.1.self_attn*"]),
-    ("auto_fp8", ["layers.0"]),
-])  # fmt: skip
-def test_layers_left_out(form, skipped, tmp_path):
-    model = make(tmp_path, "qwen3")
-    linears = {"self_attn": ["q_proj", "k_proj", "v_proj", "o_proj"], "mlp": ["gate_proj", "up_proj", "down_proj"]}
-    names = {  # by hand
-        "qwen": skipped,
-        "channel": [*(f"model.layers.0.mlp.{x}" for x in linears["mlp"]), "model.layers.1.self_attn.o_proj"],
-        "modelopt": [f"model.layers.1.self_attn.{x}" for x in linears["self_attn"]],
-        "auto_fp8": [f"model.layers.0.{part}.{x}" for part, xs in linears.items() for x in xs],
-    }[form]
-
-    def change(tensors, config):
-        for key in ("modules_to_not_convert", "ignored_layers", "ignore"):
-            if key in config["quantization_config"]:
-                config["quantization_config"][key] = ["lm_head", *skipped]
-
-    tensors = write(tmp_path, model, form, names, change)
-    assert not any(tensors[f"{name}.weight"].dtype == E4M3 for name in names)
-    check_logits(tmp_path, model)
-    config = read_model_config(str(tmp_path))
-    assert config.quantized() == config  # LLM(quantization="fp8") changes nothing
-
-
 def test_every_kind_of_layer_is_compiled():
     config = quantized_config(BLOCKS | {"modules_to_not_convert": ["model.layers.1.mlp"]})
     kinds = config.one_layer_of_each_kind()
@@ -210,7 +167,7 @@ def test_scales_of_the_kv_cache_per_head(rank, size, heads, published, tmp_path)
 
 def test_hf_quant_config(published, tmp_path):
     """ModelOpt's older checkpoints have a file of their own instead of ``quantization_config``."""
-    path, model = published("qwen3", "modelopt")
+    path, _, model = published("qwen3", "modelopt")
     families.copied(path, tmp_path, lambda _, config: config.pop("quantization_config"))
     quantization = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
     own = {"producer": {"name": "modelopt", "version": "0.23.0"}, "quantization": quantization}
@@ -387,7 +344,7 @@ def test_update_in_fp8(online, make_llm):
 
 def test_update_of_blocks(published, make_llm):
     """A published engine takes 16 bits too, as the blocks that its kernels were chosen for."""
-    path, model = published("qwen3", "qwen")
+    path, _, model = published("qwen3", "qwen")
     llm, ids = make_llm(model=path, max_model_len=256), IDS[:30]
     assert block_ns(llm.model_runner.model) == [64, 64, 32, 64]
     _, (before,) = generate_with_logits(llm, [ids], 1)
@@ -452,15 +409,6 @@ def test_the_demo_model_answers_as_before():
 def test_experts_left_out(architecture, skipped, left_out):
     config = quantized_config(BLOCKS | {"modules_to_not_convert": skipped}, architecture)
     assert linears(4).keys() - config.layers[0].fp8_linears == left_out
-
-
-@pytest.mark.parametrize("left_out", [["shared_expert"], [f"experts.{e}" for e in range(4)]], ids=["shared", "routed"])
-def test_logits_with_experts_left_out(left_out, tmp_path):
-    model = make(tmp_path, "qwen2-moe")
-    names = [f"model.layers.{i}.mlp.{mlp}.{x}_proj" for i in (0, 1) for mlp in left_out for x in ("gate", "up", "down")]
-    tensors = write(tmp_path, model, "qwen", names)
-    assert {tensors[f"{name}.weight"].dtype for name in names} == {torch.float32}
-    check_logits(tmp_path, model)
 
 
 @pytest.mark.parametrize("form", ["qwen", "channel"])

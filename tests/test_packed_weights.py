@@ -5,7 +5,6 @@ tensors that are damaged or without effect, products on the CPU. ``test_weight_f
 import itertools
 import json
 import re
-from functools import cache
 from pathlib import Path
 
 import families
@@ -13,16 +12,21 @@ import pytest
 import torch
 from helpers import generate, greedy
 from quantized_checkpoints import (
+    DOWN,
     FORMS,
+    GATE,
+    UP,
+    K,
+    O,
     PackedInts,
+    Q,
+    V,
     WeightFiller,
     built,
-    check_logits,
     config_of,
     dequantized_module,
     fields,
     make,
-    merged_name,
     put,
     quantized_config,
     rounded_to_ints,
@@ -47,21 +51,6 @@ from nanovllm.runner.device import describe
 ASYMMETRIC, DOWN_1 = {"symmetric": False}, "model.layers.1.mlp.down_proj"
 
 
-@pytest.fixture(scope="module")
-def published(tmp_path_factory):
-    """published(form, **scheme) -> (path of a Qwen3 checkpoint, of its dequantized weights, transformers' model)."""
-
-    @cache
-    def at(form, **scheme):
-        path, plain = (str(tmp_path_factory.mktemp(kind)) for kind in ("packed", "plain"))
-        model = make(path, "qwen3")
-        write(path, model, form, **scheme)
-        model.save_pretrained(plain)
-        return path, plain, model
-
-    return at
-
-
 # ---------------------------------------------------------------- rules of configs
 
 A, B = PackedInts("gptq", 4, 64, True), PackedInts("gptq", 8, 32, True)
@@ -69,11 +58,6 @@ A, B = PackedInts("gptq", 4, 64, True), PackedInts("gptq", 8, 32, True)
 
 def schemes(config, layer, *names):
     return [scheme_of(config.layers[layer].packed, name) for name in names]
-
-
-Q, K, V, O, GATE, UP, DOWN = (
-    *(f"self_attn.{x}_proj" for x in "qkvo"), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
-)  # fmt: skip
 
 
 PUBLISHED = {
@@ -186,104 +170,6 @@ def test_names_beside_a_vision_tower():
     assert config.layers[0].packed == () and schemes(config, 1, Q) == [A]
 
 
-ATTENTION = [f"model.layers.0.{name}" for name in (Q, K, V)]
-GATE_UP = [f"model.layers.{i}.{name}" for i in range(2) for name in (GATE, UP)]
-IN_16_BITS = {"bits": 16, "data_type": "float"}
-
-
-def groups(*given, ignore=()):
-    """``given``: (targets, changes of the scheme) of each group."""
-    of_groups = {}
-    for i, (targets, scheme) in enumerate(given):
-        (group,) = config_of("compressed-tensors", **scheme)["config_groups"].values()
-        of_groups[f"group_{i}"] = group | {"targets": targets}
-    return {"config_groups": of_groups, "ignore": ["lm_head", *ignore]}
-
-
-# (family, layout, modules in 16 bits, a regular expression of others and their scheme), the rules that say so, and the
-# number of linear layers that are dequantized as they load, of those that are packed in part
-MIXED = {
-    "compressed-tensors, targets by expressions, a layer ignored by exact names": (
-        ("qwen3", "compressed-tensors", ATTENTION, "", {}),
-        groups(([r"re:.*self_attn\..*", r"re:.*mlp\..*"], {}), ignore=ATTENTION), 0,
-    ),
-    "compressed-tensors, q, k, v in 8 bits by exact names": (
-        ("qwen3", "compressed-tensors", [], r".*\.0\.self_attn\.[qkv]_proj", {"bits": 8}),
-        groups(([r"re:.*self_attn.*", r"re:.*mlp.*"], {}), (ATTENTION, {"bits": 8})), 1,
-    ),
-    "compressed-tensors, v alone in 8 bits": (
-        ("qwen3", "compressed-tensors", [], r".*\.0\.self_attn\.v_proj", {"bits": 8}),
-        groups((["Linear"], {}), (ATTENTION[2:], {"bits": 8})), 1,
-    ),
-    "compressed-tensors, symmetric gate and up beside an asymmetric MLP": (
-        ("qwen3", "compressed-tensors", [], r".*mlp\.(gate|up)_proj", {"symmetric": True}),
-        groups(([r"re:.*self_attn.*", r"re:.*mlp\..*"], ASYMMETRIC), (GATE_UP, {})), 0,
-    ),
-    "compressed-tensors, experts of a layer in groups of 32 by exact names": (
-        ("qwen3-moe", "compressed-tensors", [], r".*\.1\.mlp\.experts", {"size": 32}),
-        groups((["Linear", r"re:.*mlp\.experts\..*"], {}), (
-            [f"model.layers.1.mlp.experts.{e}.{x}_proj" for e in range(4) for x in ("gate", "up", "down")],
-            {"size": 32},
-        )), 0,
-    ),
-    "GPTQ, a negative rule of parts": (
-        ("qwen3", "gptq", ATTENTION[:2], "", {}), {"dynamic": {r"-:.*\.0\.self_attn\.[qk]_proj$": {}}}, 1,
-    ),
-    "GPTQ, a negative rule of parts before one of all": (
-        ("qwen3", "gptq", ATTENTION, r".*self_attn", {"size": 32}),
-        {"dynamic": {r"-:.*\.0\.self_attn\.[qkv]_proj": {}, r"+:.*self_attn.*": {"group_size": 32}}}, 0,
-    ),
-    "GPTQ, a negative rule of all but o": (
-        ("qwen3", "gptq", ATTENTION, "", {}), {"dynamic": {r"-:.*\.0\.self_attn\.(?!o_proj)": {}}}, 0,
-    ),
-    "GPTQ, v in 8 bits": (
-        ("qwen3", "gptq", [], r".*\.1\.self_attn\.v_proj", {"bits": 8}),
-        {"dynamic": {r"+:model\.layers\.1\.self_attn\.v_proj": {"bits": 8}}}, 1,
-    ),
-    "GPTQ, up in groups of 32": (
-        ("qwen3", "gptq", [], r".*\.0\.mlp\.up_proj", {"size": 32}),
-        {"dynamic": {r"+:model\.layers\.0\.mlp\.up_proj": {"group_size": 32}}}, 1,
-    ),
-    "GPTQ, modules that the checkpoint has merged": (
-        ("phi3", "gptq", [f"model.layers.0.{x}" for x in ("self_attn.qkv_proj", "mlp.gate_up_proj")], "", {}),
-        {"dynamic": {r"-:.*\.0\..*up_proj": {}, r"-:.*\.0\.self_attn\.qkv_proj": {}}}, 0,
-    ),
-    "AutoRound, exact names before expressions": (
-        ("qwen3", "auto-round", ATTENTION, r".*self_attn", {"size": 32}),
-        {"extra_config": dict.fromkeys(ATTENTION, IN_16_BITS) | {r".*self_attn.*": {"group_size": 32}}}, 0,
-    ),
-    "AutoRound, blocks": (
-        ("qwen3", "auto-round", [f"model.layers.0.{x}" for x in (Q, K, V, O, GATE, UP, DOWN)], "", {}),
-        {"block_name_to_quantize": "model.layers.1"}, 0,
-    ),
-    "AWQ, q alone in 16 bits": (
-        ("qwen3", "awq", ATTENTION[:1], "", {}), {"modules_to_not_convert": ATTENTION[:1]}, 1,
-    ),
-    "AWQ, an expert in 16 bits": (
-        ("qwen3-moe", "awq", [f"model.layers.1.mlp.experts.2.{x}_proj" for x in ("gate", "up", "down")], "", {}),
-        {"modules_to_not_convert": ["model.layers.1.mlp.experts.2"]}, 2,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MIXED)
-def test_rules_name_the_checkpoints_modules(name, tmp_path):
-    """Rules were also matched against merged layers, which the checkpoint does not have, and those counted first."""
-    (family, form, skipped, pattern, own), rules, num_dequantized = MIXED[name]
-    model, scheme = make(tmp_path, family), ASYMMETRIC if "asymmetric" in name else {}
-    write(
-        tmp_path, model, form, skipped, fields(**rules), **scheme,
-        own=lambda module: own if own and re.match(pattern, module) else {},
-    )  # fmt: skip
-    check_logits(tmp_path, model)
-    config = read_model_config(str(tmp_path))
-    weights = {
-        (i, merged_name(module)) for i, layer in enumerate(config.layers) for module, _ in layer.packed
-    }
-    in_16_bits = [name for i, name in weights if config.precision(config.layers[i], name) is None]
-    assert len(in_16_bits) == num_dequantized
-
-
 def test_the_start_line_counts_dequantized_layers(tmp_path):
     model, module = make(tmp_path, "qwen3"), "model.layers.1.self_attn.v_proj"
     rule = fields(dynamic={f"+:{re.escape(module)}": {"bits": 8}})
@@ -325,7 +211,7 @@ DAMAGES = [
 ])  # fmt: skip
 def test_damaged_tensors(form, scheme, published):
     """Each tensor of a module in each wrong shape or type: an error of ours, or the numbers are there."""
-    path = published(form, **scheme)[0]
+    path = published("qwen3", form, **scheme)[0]
     tensors, model, refused = load_file(f"{path}/model.safetensors"), built(path), 0
     part = {name: t for name, t in tensors.items() if name.startswith(DOWN_1)}
     for name, damage in itertools.product(part, DAMAGES):
@@ -352,7 +238,7 @@ def test_modules_of_few_features(form, N, bits):
 
 def test_tensors_without_effect(published, tmp_path):
     """Biases of zeros, and the order of neighbours, as AutoGPTQ writes them; the module's tensors in two files."""
-    path, plain, _ = published("gptq")
+    path, plain, _ = published("qwen3", "gptq")
     more = {f"{DOWN_1}.bias": torch.zeros(192), f"{DOWN_1}.g_idx": (torch.arange(352) // 64).int()}
     path = families.copied(path, tmp_path, lambda tensors, config: tensors.update(more))
     tensors = load_file(f"{path}/model.safetensors")
@@ -365,7 +251,7 @@ def test_tensors_without_effect(published, tmp_path):
 
 def test_parts_in_other_orders(published, tmp_path):
     """Of a merged layer, whose input is gathered once."""
-    ordered = published("gptq", act_order=True)[0]
+    ordered = published("qwen3", "gptq", act_order=True)[0]
     name = "model.layers.0.self_attn.k_proj.g_idx"
     path = families.copied(ordered, tmp_path / "other", put(name, lambda order: order.flip(0)))
     with pytest.raises(CheckpointError, match=r"orders the channels of its input \(g_idx\) otherwise than the layers"):
@@ -379,7 +265,7 @@ def test_parts_in_other_orders(published, tmp_path):
 
 def test_an_adapter(published, tmp_path):
     """Merged before quantization it would be lost in rounding; after it there is nothing to add to."""
-    path, plain, _ = published("gptq")
+    path, plain, _ = published("qwen3", "gptq")
     train(plain, tmp_path / "adapter", r=2, lora_alpha=4, target_modules=["o_proj"])
     with pytest.raises(CheckpointError, match="is of packed integers, and an adapter is merged into 16-bit weights"):
         load_model(CausalLM(read_model_config(path), None, SINGLE_RANK), path, str(tmp_path / "adapter"))
@@ -433,7 +319,7 @@ def test_weights_without_a_product():
 def test_an_engine_in_bf16(published, make_llm, monkeypatch):
     """Few tokens are multiplied by the packed copy; without room for one the weights are dequantized, and say the same
     but for rounding."""
-    path, _, model = published("compressed-tensors", size=32, **ASYMMETRIC)
+    path, _, model = published("qwen3", "compressed-tensors", size=32, **ASYMMETRIC)
     llm = make_llm(model=path, dtype="bfloat16", max_model_len=256, num_kvcache_blocks=16)
     assert "INT4 weights (dequantized in steps of more than 48 tokens);" in describe(llm.config, llm.model_runner)
     layers = llm.model_runner.model.model.layers

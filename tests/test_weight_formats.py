@@ -16,8 +16,15 @@ from families import check_greedy, chosen, in_16_bits, worst_choices
 from helpers import generate, greedy, refuses
 from histories import at_night
 from quantized_checkpoints import (
+    DOWN,
     E4M3,
     FP8_FORMS,
+    GATE,
+    UP,
+    K,
+    O,
+    Q,
+    V,
     all_of,
     built,
     check_logits,
@@ -25,6 +32,7 @@ from quantized_checkpoints import (
     config_of,
     drop,
     fields,
+    merged_name,
     put,
     quantized_config,
     weights_of,
@@ -82,24 +90,6 @@ def name_of(case):
     return "-".join(filter(None, [family, form, *(f"{name}={x}" for name, x in scheme.items())]))
 
 
-@pytest.fixture(scope="module")
-def published(tmp_path_factory):
-    """published(family, form, scheme) -> (path of a checkpoint, of its dequantized weights, transformers' model)."""
-    made = {}
-
-    def make(family, form, scheme):
-        if (name := name_of((family, form, scheme))) not in made:
-            path, plain = (str(tmp_path_factory.mktemp(kind)) for kind in ("quantized", "plain"))
-            model = quantized_checkpoints.make(path, family)
-            tensors = quantized_checkpoints.write(path, model, form, **scheme)
-            assert sum(tensor.dtype in (E4M3, torch.int32, torch.uint8) for tensor in tensors.values()) >= 4
-            model.save_pretrained(plain)
-            made[name] = path, plain, model
-        return made[name]
-
-    return make
-
-
 @pytest.fixture
 def keeps(monkeypatch):
     """keeps(whether): experts stay MXFP4, as on a GPU."""
@@ -109,7 +99,7 @@ def keeps(monkeypatch):
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_logits(case, published, keeps):
     keeps(case[2] == KEPT)
-    path, _, model = published(*case)
+    path, _, model = published(*case[:2], **case[2])
     check_logits(path, model)
 
 
@@ -117,7 +107,7 @@ def test_logits(case, published, keeps):
 def test_shards(case, size, published, keeps):
     """Bit for bit, but for ``granite``: its factor multiplies scales, and numbers in the 16-bit model."""
     keeps(case[2] == KEPT)
-    path, plain, _ = published(*case)
+    path, plain, _ = published(*case[:2], **case[2])
     check_shards(path, plain, size, is_exact=case[0] != "granite")
 
 
@@ -129,7 +119,7 @@ def test_shards(case, size, published, keeps):
 ], ids=name_of)  # fmt: skip
 def test_engine(case, size, published, make_llm, keeps):
     keeps(case[2] == KEPT)
-    path, _, model = published(*case)
+    path, _, model = published(*case[:2], **case[2])
     llm = make_llm(model=path, max_model_len=256, num_kvcache_blocks=32, tensor_parallel_size=size)
     completions = check_greedy(llm, model, PROMPTS, 8, TOLERANCE)
     assert len({token for tokens in completions for token in tokens}) > 5
@@ -147,7 +137,7 @@ def test_on_the_gpu(case, published, make_llm):
     """fp32, which no kernel quantizes, eager and under CUDA graphs. In bf16 no token is far from the best; errors of
     MXFP4 are those of transformers' bf16, in the median of the tokens.
     """
-    path, _, model = published(*case)
+    path, _, model = published(*case[:2], **case[2])
     options = {"model": path, "device": "cuda", "max_model_len": 256, "num_kvcache_blocks": 200}
     prompts = [*PROMPTS[:2], PROMPTS[2] * 2]
     completions = generate(make_llm(**options, dtype="float32", enforce_eager=True), prompts, greedy(8))
@@ -170,11 +160,11 @@ def test_on_the_gpu(case, published, make_llm):
 def test_bytes_that_stay(published, keeps):
     """Four bits and, with groups of 64, a quarter of one for scales; 352 channels have groups of 32 here. MXFP4: 4.25.
     """
-    config = read_model_config(published(*GPTQ)[0])
+    config = read_model_config(published("qwen3", "gptq")[0])
     assert not config.fp8 and config.quant_method == "gptq"
     torch.set_default_dtype(torch.bfloat16)
     try:
-        model = built(published(*GPTQ)[0])
+        model = built(published("qwen3", "gptq")[0])
     finally:
         torch.set_default_dtype(torch.float32)
     layers = [module for module in model.modules() if getattr(module, "weight_scale", None) is not None]
@@ -185,13 +175,13 @@ def test_bytes_that_stay(published, keeps):
         assert sum(param.nbytes for param in params) == numbers // 2 + numbers // size * 2
     assert len(layers) == 8
     keeps(True)
-    path, plain, _ = published(*MXFP4[0])
+    path, plain, _ = published("gpt-oss", "mxfp4")
     kept, floats = ([p for name, p in built(each).named_parameters() if ".experts." in name and "bias" not in name]
                     for each in (path, plain))  # fmt: skip
     assert {param.dtype for param in kept} == {torch.uint8}
     assert sum(p.nbytes for p in kept) == sum(p.numel() for p in floats) * 17 // 32
     for scheme in ({"bits": 8}, {"bits": 8, "act_order": True}):  # dequantized as they load
-        of_8_bits = built(published("qwen3", "gptq" if "act_order" in scheme else "compressed-tensors", scheme)[0])
+        of_8_bits = built(published("qwen3", "gptq" if "act_order" in scheme else "compressed-tensors", **scheme)[0])
         assert all(param.dtype != torch.int32 for param in of_8_bits.parameters())
 
 
@@ -206,7 +196,7 @@ def test_random_weights(case, low, high, published, keeps, tmp_path):
         quantized_checkpoints.make(tmp_path, case[0])
         config = read_model_config(str(tmp_path)).quantized()
     else:
-        config = read_model_config(published(*case)[0])
+        config = read_model_config(published(*case[:2], **case[2])[0])
     models = [CausalLM(config, None, SINGLE_RANK) for _ in range(2)]
     for model in models:
         init_dummy_weights(model, 3)
@@ -217,13 +207,134 @@ def test_random_weights(case, low, high, published, keeps, tmp_path):
             assert low < weight.std() < high and abs(weight.mean()) < (1e-3 if case[1] is None else high), name
 
 
+# ---------------------------------------------------------------- modules that are left out, or of another scheme
+
+DOWN_1, O_PROJ = "model.layers.1.mlp.down_proj", "model.layers.0.self_attn.o_proj"
+ATTENTION = [f"model.layers.0.{name}" for name in (Q, K, V)]
+GATE_UP = [f"model.layers.{i}.{name}" for i in range(2) for name in (GATE, UP)]
+IN_16_BITS = {"bits": 16, "data_type": "float"}
+
+
+def groups(*given, ignore=()):
+    """``given``: (targets, changes of the scheme) of each group."""
+    of_groups = {}
+    for i, (targets, scheme) in enumerate(given):
+        (group,) = config_of("compressed-tensors", **scheme)["config_groups"].values()
+        of_groups[f"group_{i}"] = group | {"targets": targets}
+    return {"config_groups": of_groups, "ignore": ["lm_head", *ignore]}
+
+
+MLP_0, MLP_1 = ([f"model.layers.{i}.{name}" for name in (GATE, UP, DOWN)] for i in range(2))
+ATTENTION_1 = [f"model.layers.1.{name}" for name in (Q, K, V, O)]
+SHARED, ROUTED = (
+    [f"model.layers.{i}.mlp.{mlp}.{x}_proj" for i in range(2) for mlp in part for x in ("gate", "up", "down")]
+    for part in (["shared_expert"], [f"experts.{i}" for i in range(4)])
+)
+# (family, layout, modules in 16 bits, a regular expression of others and their scheme), the rules that say so, and the
+# number of linear layers that are dequantized as they load, of those that are packed in part
+MIXED = {
+    "FP8, exact names": (
+        ("qwen3", "qwen", [O_PROJ, *MLP_1[:2]], "", {}), {"modules_to_not_convert": ["lm_head", O_PROJ, *MLP_1[:2]]}, 0,
+    ),
+    "FP8, expressions": (
+        ("qwen3", "channel", [O_PROJ, *MLP_0], "", {}), {"ignore": ["lm_head", r"re:.*\.0\.mlp.*", O_PROJ]}, 0,
+    ),
+    "FP8, asterisks": (("qwen3", "modelopt", ATTENTION_1, "", {}), {"ignore": ["lm_head", "*layers.1.self_attn*"]}, 0),
+    "FP8, a layer": (
+        ("qwen3", "auto_fp8", [*ATTENTION, O_PROJ, *MLP_0], "", {}), {"ignored_layers": ["lm_head", "layers.0"]}, 0,
+    ),
+    "FP8, a shared expert": (("qwen2-moe", "qwen", SHARED, "", {}), {}, 0),
+    "FP8, routed experts": (("qwen2-moe", "qwen", ROUTED, "", {}), {}, 0),
+    "compressed-tensors, targets by expressions, a layer ignored by exact names": (
+        ("qwen3", "compressed-tensors", ATTENTION, "", {}),
+        groups(([r"re:.*self_attn\..*", r"re:.*mlp\..*"], {}), ignore=ATTENTION), 0,
+    ),
+    "compressed-tensors, q, k, v in 8 bits by exact names": (
+        ("qwen3", "compressed-tensors", [], r".*\.0\.self_attn\.[qkv]_proj", {"bits": 8}),
+        groups(([r"re:.*self_attn.*", r"re:.*mlp.*"], {}), (ATTENTION, {"bits": 8})), 1,
+    ),
+    "compressed-tensors, v alone in 8 bits": (
+        ("qwen3", "compressed-tensors", [], r".*\.0\.self_attn\.v_proj", {"bits": 8}),
+        groups((["Linear"], {}), (ATTENTION[2:], {"bits": 8})), 1,
+    ),
+    "compressed-tensors, symmetric gate and up beside an asymmetric MLP": (
+        ("qwen3", "compressed-tensors", [], r".*mlp\.(gate|up)_proj", {"symmetric": True}),
+        groups(([r"re:.*self_attn.*", r"re:.*mlp\..*"], ASYMMETRIC), (GATE_UP, {})), 0,
+    ),
+    "compressed-tensors, experts of a layer in groups of 32 by exact names": (
+        ("qwen3-moe", "compressed-tensors", [], r".*\.1\.mlp\.experts", {"size": 32}),
+        groups((["Linear", r"re:.*mlp\.experts\..*"], {}), (
+            [f"model.layers.1.mlp.experts.{e}.{x}_proj" for e in range(4) for x in ("gate", "up", "down")],
+            {"size": 32},
+        )), 0,
+    ),
+    "GPTQ, a negative rule of parts": (
+        ("qwen3", "gptq", ATTENTION[:2], "", {}), {"dynamic": {r"-:.*\.0\.self_attn\.[qk]_proj$": {}}}, 1,
+    ),
+    "GPTQ, a negative rule of parts before one of all": (
+        ("qwen3", "gptq", ATTENTION, r".*self_attn", {"size": 32}),
+        {"dynamic": {r"-:.*\.0\.self_attn\.[qkv]_proj": {}, r"+:.*self_attn.*": {"group_size": 32}}}, 0,
+    ),
+    "GPTQ, a negative rule of all but o": (
+        ("qwen3", "gptq", ATTENTION, "", {}), {"dynamic": {r"-:.*\.0\.self_attn\.(?!o_proj)": {}}}, 0,
+    ),
+    "GPTQ, v in 8 bits": (
+        ("qwen3", "gptq", [], r".*\.1\.self_attn\.v_proj", {"bits": 8}),
+        {"dynamic": {r"+:model\.layers\.1\.self_attn\.v_proj": {"bits": 8}}}, 1,
+    ),
+    "GPTQ, up in groups of 32": (
+        ("qwen3", "gptq", [], r".*\.0\.mlp\.up_proj", {"size": 32}),
+        {"dynamic": {r"+:model\.layers\.0\.mlp\.up_proj": {"group_size": 32}}}, 1,
+    ),
+    "GPTQ, modules that the checkpoint has merged": (
+        ("phi3", "gptq", [f"model.layers.0.{x}" for x in ("self_attn.qkv_proj", "mlp.gate_up_proj")], "", {}),
+        {"dynamic": {r"-:.*\.0\..*up_proj": {}, r"-:.*\.0\.self_attn\.qkv_proj": {}}}, 0,
+    ),
+    "AutoRound, exact names before expressions": (
+        ("qwen3", "auto-round", ATTENTION, r".*self_attn", {"size": 32}),
+        {"extra_config": dict.fromkeys(ATTENTION, IN_16_BITS) | {r".*self_attn.*": {"group_size": 32}}}, 0,
+    ),
+    "AutoRound, blocks": (
+        ("qwen3", "auto-round", [f"model.layers.0.{x}" for x in (Q, K, V, O, GATE, UP, DOWN)], "", {}),
+        {"block_name_to_quantize": "model.layers.1"}, 0,
+    ),
+    "AWQ, q alone in 16 bits": (
+        ("qwen3", "awq", ATTENTION[:1], "", {}), {"modules_to_not_convert": ATTENTION[:1]}, 1,
+    ),
+    "AWQ, an expert in 16 bits": (
+        ("qwen3-moe", "awq", [f"model.layers.1.mlp.experts.2.{x}_proj" for x in ("gate", "up", "down")], "", {}),
+        {"modules_to_not_convert": ["model.layers.1.mlp.experts.2"]}, 2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_rules_name_the_checkpoints_modules(name, tmp_path):
+    """Rules were also matched against merged layers, which the checkpoint does not have, and those counted first."""
+    (family, form, skipped, pattern, own), rules, num_dequantized = MIXED[name]
+    model, scheme = quantized_checkpoints.make(tmp_path, family), ASYMMETRIC if "asymmetric" in name else {}
+    tensors = quantized_checkpoints.write(
+        tmp_path, model, form, skipped, fields(**rules), **scheme,
+        own=lambda module: own if own and re.match(pattern, module) else {},
+    )  # fmt: skip
+    assert all(tensors[f"{module}.weight"].dtype == torch.float32 for module in skipped)
+    check_logits(tmp_path, model)
+    config = read_model_config(str(tmp_path))
+    assert form not in FP8_FORMS or config.quantized() == config  # LLM(quantization="fp8") changes nothing
+    weights = {
+        (i, merged_name(module)) for i, layer in enumerate(config.layers) for module, _ in layer.packed
+    }
+    in_16_bits = [name for i, name in weights if config.precision(config.layers[i], name) is None]
+    assert len(in_16_bits) == num_dequantized
+
+
 # ---------------------------------------------------------------- updates, sleep
 
 
 @pytest.mark.parametrize(("case", "size"), [(ORDERED, 1), (MXFP4[0], 1), (MXFP4[0], 2)], ids=name_of)
 def test_updates_and_sleep(case, size, published, make_llm, tmp_path):
     """Tensors in any order, a part of them, and the directory; also where the weights are dropped."""
-    path, plain, model = published(*case)
+    path, plain, model = published(*case[:2], **case[2])
     llm = make_llm(model=path, max_model_len=256, num_kvcache_blocks=16, tensor_parallel_size=size)
     before, tensors = generate(llm, PROMPTS, greedy(6)), load_file(f"{path}/model.safetensors")
     assert before == chosen(model, PROMPTS, before)
@@ -267,9 +378,8 @@ def test_updates_and_sleep(case, size, published, make_llm, tmp_path):
 
 # ---------------------------------------------------------------- refused tensors
 
-DOWN_1, O_PROJ = "model.layers.1.mlp.down_proj", "model.layers.0.self_attn.o_proj"
 EXPERTS, EXPERT = "model.layers.1.mlp.experts.down_proj", "model.layers.1.mlp.experts.3.down_proj"
-V_SCALE, GATE = "model.layers.1.self_attn.v_scale", "model.layers.1.mlp.gate"
+V_SCALE, ROUTER = "model.layers.1.self_attn.v_scale", "model.layers.1.mlp.gate"
 IN_BLOCKS, NOT_FP8 = "for quantization_config has blocks of 128 x 128.", "expected floats. This layer is not FP8 here."
 
 
@@ -336,7 +446,7 @@ REFUSED_TENSORS = {  # (family, form) -> [(edit, a part of the text)]
         (put(EXPERTS, torch.zeros(5, 192, 160).to(E4M3)), f"'{EXPERTS}' is twice there, or unknown to the model."),
         (put_experts(torch.zeros(5, 192, 160).to(E4M3)), "down_proj' has shape [5, 192, 160], expected [4, 192, 160]."),
         (put_experts(torch.zeros(4, 160, 192).to(E4M3)), f"'{EXPERTS}[0]' has shape [160, 192], expected [192, 160]."),
-        (put(f"{GATE}.weight", lambda t: t.to(E4M3)), f"tensor '{GATE}.weight' is of float8_e4m3fn, {NOT_FP8}"),
+        (put(f"{ROUTER}.weight", lambda t: t.to(E4M3)), f"tensor '{ROUTER}.weight' is of float8_e4m3fn, {NOT_FP8}"),
     ],
     ("qwen3", "gptq"): [
         (down("qzeros", nibble(8)), f"'{DOWN_1}' has zeros from 9 to 9, expected 8"),  # those of v2
@@ -388,7 +498,7 @@ REFUSED_TENSORS = {  # (family, form) -> [(edit, a part of the text)]
     (*key, *refusal) for key, refusals in REFUSED_TENSORS.items() for refusal in refusals
 ])  # fmt: skip
 def test_refused_tensors(family, form, edit, text, published, keeps, tmp_path):
-    path = families.copied(published(family, form, {})[0], tmp_path, edit)
+    path = families.copied(published(family, form)[0], tmp_path, edit)
     for is_kept in (False, True) if form == "mxfp4" else (False,):
         keeps(is_kept)
         with pytest.raises(CheckpointError, match=re.escape(text) or "is of float8_e4m3fn, expected fl|unknown to the"):
@@ -514,7 +624,7 @@ def test_refused_configs(kind, monkeypatch):
 def test_vllm_names_the_quantization_of_a_checkpoint(form, name, has, published, make_checkpoint):
     """vLLM takes the name of the checkpoint's own, where there is nothing to choose, and refuses another one."""
     family = "gpt-oss" if form == "mxfp4" else "qwen3"
-    path = make_checkpoint() if form is None else published(family, form, {})[0]
+    path = make_checkpoint() if form is None else published(family, form)[0]
     keywords = {"model": path, "quantization": name, "max_model_len": 128}
     if has is True:
         assert to_nanovllm(keywords) == to_nanovllm(keywords | {"quantization": None})
@@ -529,7 +639,7 @@ def test_vllm_names_the_quantization_of_a_checkpoint(form, name, has, published,
 
 @pytest.mark.parametrize(("form", "name"), [("qwen", "fp8"), ("tensor", "compressed-tensors")])
 def test_an_engine_by_vllms_keyword(form, name, published):
-    path, options = published("qwen3", form, {})[0], {"max_model_len": 128, "device": "cpu"}
+    path, options = published("qwen3", form)[0], {"max_model_len": 128, "device": "cpu"}
     with (start(path, {**options, "quantization": name, "skip_tokenizer_init": True}) as llm,
           start(path, {**options, "skip_tokenizer_init": True}) as plain):  # fmt: skip
         assert generate(llm, [[5, 6, 7] * 7], greedy(4)) == generate(plain, [[5, 6, 7] * 7], greedy(4))
@@ -538,12 +648,12 @@ def test_an_engine_by_vllms_keyword(form, name, published):
 
 
 def test_options_that_contradict_the_checkpoint(published, make_llm, tmp_path):
-    path = published(*AWQ)[0]
+    path = published("qwen3", "awq")[0]
     with pytest.raises(ConfigError, match=r"quantization='fp8', but the checkpoint's weights are integers .*\(awq\)"):
         make_llm(model=path, quantization="fp8")
     with refuses("the groups of its packed integers would be cut", ConfigError):
         quantized_config(config_of("awq"), "LlamaForCausalLM").check_padded_heads(64)
-    path = published(*MXFP4[0])[0]
+    path = published("gpt-oss", "mxfp4")[0]
     with refuses("tensor_parallel_size=4 must leave each rank a multiple of 32 of the 64", ConfigError):
         make_llm(model=path, tensor_parallel_size=4, num_kvcache_blocks=4)
     with refuses("quantization='fp8' is not supported for gpt-oss", ConfigError):
@@ -572,7 +682,7 @@ def test_every_byte():
 
 
 def test_scales_in_another_file_before_their_blocks(published, tmp_path):
-    path, _, model = published(*MXFP4[0])
+    path, _, model = published("gpt-oss", "mxfp4")
     scales = {}
     path = families.copied(path, tmp_path, lambda tensors, _: scales.update(
         {name: tensors.pop(name) for name in list(tensors) if name.endswith("_scales")}
@@ -582,7 +692,7 @@ def test_scales_in_another_file_before_their_blocks(published, tmp_path):
 
 
 def test_in_bf16_they_are_exact(published, make_llm):
-    path = published(*MXFP4[0])[0]
+    path = published("gpt-oss", "mxfp4")[0]
     half, full = (make_llm(model=path, dtype=dtype, num_kvcache_blocks=16) for dtype in ("bfloat16", "float32"))
     assert "bfloat16 (MXFP4 experts dequantized);" in describe(half.config, half.model_runner)
     experts = [llm.model_runner.model.model.layers[1].mlp.experts for llm in (half, full)]
@@ -593,7 +703,7 @@ def test_in_bf16_they_are_exact(published, make_llm):
 
 def test_floats_for_kept_experts(published, keeps):
     """As update_weights may be given them."""
-    path, _, model = published(*MXFP4[0])
+    path, _, model = published("gpt-oss", "mxfp4")
     keeps(True)
     filler = quantized_checkpoints.WeightFiller(built(path))
     with refuses("expected", CheckpointError):
