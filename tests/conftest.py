@@ -347,7 +347,8 @@ def published(tmp_path_factory):
         if key not in made:
             path, plain = (str(tmp_path_factory.mktemp(kind)) for kind in ("quantized", "plain"))
             model = quantized_checkpoints.make(path, family)
-            quantized_checkpoints.write(path, model, form, **scheme)
+            tensors = quantized_checkpoints.write(path, model, form, **scheme)
+            assert sum(x.dtype in (torch.float8_e4m3fn, torch.int32, torch.uint8) for x in tensors.values()) >= 8
             model.save_pretrained(plain)
             made[key] = path, plain, model
         return made[key]
