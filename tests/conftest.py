@@ -331,3 +331,26 @@ def checkpoint(tmp_path_factory):
         return path, families.make(path, case)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """published(family, form, **scheme) -> (path of a checkpoint of ``quantized_checkpoints.py``, of its dequantized
+    weights, transformers' model of them). Treat them as read-only.
+    """
+    import quantized_checkpoints
+
+    made = {}
+
+    def make(family, form, **scheme):
+        key = f"{family} {form} {scheme}"
+        if key not in made:
+            path, plain = (str(tmp_path_factory.mktemp(kind)) for kind in ("quantized", "plain"))
+            model = quantized_checkpoints.make(path, family)
+            tensors = quantized_checkpoints.write(path, model, form, **scheme)
+            assert sum(x.dtype in (torch.float8_e4m3fn, torch.int32, torch.uint8) for x in tensors.values()) >= 8
+            model.save_pretrained(plain)
+            made[key] = path, plain, model
+        return made[key]
+
+    return make

@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 
 import families
-import fp8_checkpoints
 import pytest
+import quantized_checkpoints
 import torch
 from families import check_greedy, error, hf_logits, logits_before, worst_choices
 from helpers import generate, generate_with_logits, greedy
@@ -107,7 +107,7 @@ def test_quantized(checkpoint, make_llm):
 def test_fp8_checkpoint(case, form, make_llm, tmp_path):
     """Blocks of 128 rows lie across q, k and v; b and a stay in 16 bits."""
     model = families.make(tmp_path, case, hidden_size=192, intermediate_size=320)
-    fp8_checkpoints.write(tmp_path, model, form)
+    quantized_checkpoints.write(tmp_path, model, form)
     want = hf_logits(model, PROMPTS[2])[-1]
     for size in (1, 2):
         llm = make_llm(model=str(tmp_path), tensor_parallel_size=size, **OPTIONS)

@@ -5,8 +5,8 @@ import warnings
 from pathlib import Path
 
 import families
-import fp8_checkpoints
 import pytest
+import quantized_checkpoints
 import torch
 from helpers import DEVICES, generate, greedy, prompt_of
 from safetensors.torch import load_file, save_file
@@ -203,7 +203,7 @@ def test_fp8_weights(adapters, make_llm, tmp_path):
         assert all(torch.equal(p.float(), weights[name].float()) for name, p in weights_of(llm).items())
     (tmp_path / "config.json").write_text(Path(base, "config.json").read_text())
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    fp8_checkpoints.write(tmp_path, model, "channel")
+    quantized_checkpoints.write(tmp_path, model, "channel")
     with pytest.raises(CheckpointError, match=r"_proj.weight' is FP8, and an adapter is merged into 16-bit weights"):
         make_llm(model=str(tmp_path), lora=first)
 

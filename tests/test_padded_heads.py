@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import cache
 
 import families
-import fp8_checkpoints
 import pytest
+import quantized_checkpoints
 import torch
 from families import chosen
 from helpers import generate, greedy
@@ -110,7 +110,7 @@ def test_fp8_weights(case, form, checkpoint, padding, tmp_path):
     if form is not None:
         model = families.make(tmp_path, case, **SIZES | CASES[case])
         path = str(tmp_path)
-        fp8_checkpoints.write(path, model, form)
+        quantized_checkpoints.write(path, model, form)
     unpadded = logits_of(path, fp8_weights(path))
     padding()
     padded = logits_of(path, fp8_weights(path))
@@ -125,7 +125,7 @@ def test_fp8_weights(case, form, checkpoint, padding, tmp_path):
 @pytest.mark.parametrize("case", ["phi3-mini", "glm4"])
 def test_fp8_weights_on_the_gpu(case, padding, tmp_path):
     """Bit for bit those of the CPU: few of torch's operations take e4m3 on both."""
-    fp8_checkpoints.write(tmp_path, families.make(tmp_path, case, **SIZES | CASES[case]), "channel")
+    quantized_checkpoints.write(tmp_path, families.make(tmp_path, case, **SIZES | CASES[case]), "channel")
     padding()
     expected = built(tmp_path)
     with torch.device("cuda"):
@@ -167,7 +167,7 @@ def test_norms_of_queries_and_keys(case, padding, make_llm, tmp_path):
 
 def test_blocks_of_fp8_scales(padding, make_llm, tmp_path):
     model = families.make(tmp_path, "phi3-mini", **SIZES)
-    fp8_checkpoints.write(tmp_path, model, "qwen")
+    quantized_checkpoints.write(tmp_path, model, "qwen")
     assert error(logits_of(str(tmp_path)), hf_logits(model, IDS)) < TOLERANCE
     padding()
     with pytest.raises(ConfigError, match=re.escape(

@@ -11,8 +11,8 @@ import sys
 from contextlib import nullcontext
 
 import numpy as np
-import packed_checkpoints
 import pytest
+import quantized_checkpoints
 import torch
 from contrib.test_beam_search import check as check_beams
 from helpers import ROOT, tokens_of
@@ -241,8 +241,7 @@ def test_perplexity_in_four_bits(form, scheme, path, text, expected, tmp_path):
 
     shutil.copytree(path, tmp_path, dirs_exist_ok=True)
     rounded = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    with torch.inference_mode():
-        packed_checkpoints.write(tmp_path, rounded, form, **scheme)
+    quantized_checkpoints.write(tmp_path, rounded, form, **scheme)
     with LLM(str(tmp_path), **OPTIONS) as llm:
         assert llm.model_runner.model.model.layers[0].mlp.down_proj.weight.dtype == torch.int32
         found = measure(llm, text[:1])

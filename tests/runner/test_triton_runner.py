@@ -7,10 +7,8 @@ import os
 from dataclasses import replace
 
 import families
-import fp8_checkpoints
-import mxfp4_checkpoints
-import packed_checkpoints
 import pytest
+import quantized_checkpoints
 import torch
 from helpers import generate, greedy, interpret_fp8_exactly
 from histories import at_night
@@ -107,30 +105,26 @@ def test_a_family_that_needs_every_kernel(case, tmp_path, check_same, monkeypatc
 def test_fp8_weights(tmp_path, check_same):
     """The GEMV reads them; more tokens dequantize them off Hopper. Partial blocks make groups of 32 channels."""
     model = families.make(tmp_path, "qwen3", num_hidden_layers=1, layer_types=None)
-    fp8_checkpoints.write(tmp_path, model, "qwen")
+    quantized_checkpoints.write(tmp_path, model, "qwen")
     check_same({"model": str(tmp_path), "max_model_len": 256}, [[5, 6, 7]], greedy(2))
 
 
-@torch.inference_mode()
 @pytest.mark.parametrize("case, form, scheme", [
     ("qwen3", "gptq", {"size": 32, "act_order": True}), ("qwen3-moe", "awq", {"size": 32}),
     *at_night(("qwen3", "awq", {})),
 ])  # fmt: skip
 def test_integers_of_four_bits(case, form, scheme, tmp_path, check_same):
     """The GEMV and tiles read the words, of experts, too; groups of fewer than 32 channels are dequantized."""
-    sizes = packed_checkpoints.SIZES | {"num_hidden_layers": 1}
-    more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "mlp_only_layers": []}
-    model = families.make(tmp_path, case, **sizes | (more if case == "qwen3-moe" else {}))
-    packed_checkpoints.write(tmp_path, model, form, **scheme)
+    more = {"moe_intermediate_size": 64, "mlp_only_layers": []} if case == "qwen3-moe" else {}
+    model = quantized_checkpoints.make(tmp_path, case, num_hidden_layers=1, **more)
+    quantized_checkpoints.write(tmp_path, model, form, **scheme)
     prompts = [[5, 6]] if case == "qwen3-moe" else [[5, 6, 7], [100]]  # experts of two tokens, and of one
     llm, _ = check_same({"model": str(tmp_path), "max_model_len": 256}, prompts, greedy(2))
     assert llm.model_runner.model.model.layers[0].self_attn.o_proj.weight.dtype == torch.int32
 
 
-@torch.inference_mode()
 def test_mxfp4_experts(tmp_path, check_same):
     """gpt-oss: kept as they are where Triton multiplies them, dequantized for the twins."""
-    model = families.make(tmp_path, "gpt-oss", num_hidden_layers=1, **mxfp4_checkpoints.SIZES)
-    mxfp4_checkpoints.write(tmp_path, model)
+    quantized_checkpoints.write(tmp_path, quantized_checkpoints.make(tmp_path, "gpt-oss", num_hidden_layers=1), "mxfp4")
     llm, _ = check_same({"model": str(tmp_path), "max_model_len": 256}, [[5, 6, 7], [100]], greedy(2))
     assert llm.model_runner.model.model.layers[0].mlp.experts.down_proj.dtype == torch.uint8
