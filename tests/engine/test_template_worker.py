@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from nanovllm import RequestError
 from nanovllm.engine.text import template_worker
-from nanovllm.engine.text.template_worker import CHUNK, IDLE, TemplateWorker
+from nanovllm.engine.text.template_worker import CHUNK, IDLE, TemplateWorker, WorkerProcess
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
 HI = [{"role": "user", "content": "hi"}]
@@ -189,18 +189,20 @@ def test_a_form_that_the_checkpoints_template_has_rendered(worker, tokenizer, mo
     branches += "{% elif messages[0].content == 'long' %}{{ 'x' * 1001 }}{% endif %}ok"
     monkeypatch.setattr(tokenizer, "chat_template", branches)
     slow, long = ([{"role": "user", "content": content}] for content in ("slow", "long"))
+    sent, send = [], WorkerProcess.send
+    monkeypatch.setattr(WorkerProcess, "send", lambda process, request: sent.append(request) or send(process, request))
     assert worker.render(tokenizer, [HI], {}, 20.0, 1000) == ["ok"]
-    kill_idle()
+    assert len(sent) == 1
     assert worker.render(tokenizer, [HI], {}, 20.0, 1000) == ["ok"]
     with refuses(TOO_LONG):
         worker.render(tokenizer, [slow], {}, 0.5, 1000)
     with refuses("the text has 1,003 characters; allowed are 1,000."):
         worker.render(tokenizer, [long], {}, 20.0, 1000)
-    assert not idle_pids()
-    for talk, options in ((TALK, {}), ([{**HI[0], "x": 1}], {}), (HI, {"x": 1}), (HI, {"chat_template": branches})):
+    assert len(sent) == 1
+    others = (TALK, {}), ([{**HI[0], "x": 1}], {}), (HI, {"x": 1}), (HI, {"chat_template": branches})
+    for number, (talk, options) in enumerate(others, 2):
         assert worker.render(tokenizer, [talk], options, 20.0, 1000) == ["ok"]
-        assert len(idle_pids()) == 1
-        kill_idle()
+        assert len(sent) == number
 
 
 @pytest.mark.parametrize(
