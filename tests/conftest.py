@@ -42,7 +42,7 @@ TINY = {
     "eos_token_id": 1,
     "bos_token_id": 0,
 }
-LONGEST = ("test_ways.py", "test_pretrained.py", "test_ray_data.py", "test_without.py")
+LONGEST = ("test_ways.py", "test_pretrained.py", "test_hybrid_ways.py", "test_ray_data.py", "test_without.py")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -57,7 +57,8 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_modifyitems(config, items):
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
     for item in items:
         if "gpu" in item.keywords and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

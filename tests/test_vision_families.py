@@ -4,6 +4,7 @@ import json
 import random
 import re
 import shutil
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -49,21 +50,34 @@ def made(family, tmp_path_factory, seed=0):
     return str(path), Twin(vision_families.make_checkpoint(family, path, seed), path)
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """shared(family, seed=0) -> directory, twin, and the tokens that transformers continues PROMPTS with.
+
+    They are made once for all tests, so no test may change them.
+    """
+
+    @cache
+    def make(family, seed=0):
+        path, twin = made(family, tmp_path_factory, seed)
+        return path, twin, [twin.greedy(ids, images, N) for ids, images in PROMPTS]
+
+    return make
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
-def checkpoint(request, tmp_path_factory):
-    """Directory, twin, and the tokens that transformers continues PROMPTS with."""
-    path, twin = made(request.param, tmp_path_factory)
-    return path, twin, [twin.greedy(ids, images, N) for ids, images in PROMPTS]
+def checkpoint(request, shared):
+    return shared(request.param)
 
 
 @pytest.fixture(scope="module")
-def gemma3(tmp_path_factory):
-    return made("gemma3", tmp_path_factory)
+def gemma3(shared):
+    return shared("gemma3")[:2]
 
 
 @pytest.fixture(scope="module")
-def mistral3(tmp_path_factory):
-    return made("mistral3", tmp_path_factory)
+def mistral3(shared):
+    return shared("mistral3")[:2]
 
 
 @pytest.mark.parametrize("options", [
@@ -80,11 +94,10 @@ def test_tokens_are_those_of_transformers(checkpoint, options):
 
 
 @pytest.mark.parametrize("family", ["gemma3", "mistral3", "qwen2_vl"])
-def test_two_ranks(family, tmp_path_factory):
+def test_two_ranks(family, shared):
     """Rank 0 has the tower, and takes its new weights from files and from pairs."""
-    path, twin = made(family, tmp_path_factory)
-    new_path, new = made(family, tmp_path_factory, seed=1)
-    old_tokens, new_tokens = ([each.greedy(*prompt, N) for prompt in PROMPTS] for each in (twin, new))
+    path, twin, old_tokens = shared(family)
+    new_path, _, new_tokens = shared(family, seed=1)
     with engine(path, tensor_parallel_size=2, max_num_batched_tokens=30, max_num_seqs=8) as llm:
         assert answers(llm) == old_tokens
         llm.update_weights(new_path)
@@ -239,13 +252,11 @@ def test_published_fields(architecture, fields, expected, tmp_path):
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def trained(request, tmp_path_factory):
+def trained(request, shared):
     """Directory of a checkpoint; directory, transformers' model and answers of another one of the same shape."""
-    path, twin = made(request.param, tmp_path_factory, seed=0)
-    new_path, new = made(request.param, tmp_path_factory, seed=1)
-    return path, [twin.greedy(ids, images, N) for ids, images in PROMPTS], new_path, new.model, [
-        new.greedy(ids, images, N) for ids, images in PROMPTS
-    ]  # fmt: skip
+    path, _, old_tokens = shared(request.param)
+    new_path, new, new_tokens = shared(request.param, seed=1)
+    return path, old_tokens, new_path, new.model, new_tokens
 
 
 def answers(llm):

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
-from itertools import cycle, product
 from typing import Any
 
 import families
@@ -223,8 +222,8 @@ def beams(llm, prompts):
     return [np.array([*beam.tokens, beam.cum_logprob]) for beam in found]
 
 
-OF_HYBRIDS = ("n", "n of one token", "n of a full block", "n, log-probabilities", "log-probabilities None 5",
-              "no token")  # fmt: skip
+OF_ANY_MODEL = ("n", "n of one token", "n of a full block", "n, log-probabilities", "log-probabilities None 5",
+                "no token")  # fmt: skip
 VERBS = {"score": score, "embed: last": pooled("last"), "embed: mean": pooled("mean"), "embed: cls": pooled("cls"),
          "beams": beams}  # fmt: skip
 
@@ -242,13 +241,14 @@ class Model:
             [4], [*shared, 7, 8, 9], shared, long[:70], long[100:116], [*shared[:33], 5], long[50:200], long,
             [*long[:272], 6], long[:9], long[:197],
         ]  # fmt: skip
-        rows = FEATURES
-        if tokenizer is None:  # what depends on the model: prompts, and their copies
-            rows = {f"greedy {i}": {**GREEDY, "prompt": i, "max_tokens": 60 if len(prompt) < 200 else 32}
-                    for i, prompt in enumerate(self.prompts)}  # fmt: skip
-            rows |= {name: FEATURES[name] for name in OF_HYBRIDS}
+        rows = FEATURES if tokenizer is not None else self._rows_of_any_model()
         self.requests = {name: self._request(i, tokenizer, **row) for i, (name, row) in enumerate(rows.items())}
         self.longest = max(map(len, self.prompts)) + GUIDED_TOKENS
+
+    def _rows_of_any_model(self):
+        """What depends on the model: prompts, whose answers cross the ends of two blocks, and their copies."""
+        rows = {f"greedy {i}": {**GREEDY, "prompt": i, "max_tokens": 36} for i in range(len(self.prompts))}
+        return rows | {name: FEATURES[name] for name in OF_ANY_MODEL}
 
     def _request(self, i, tokenizer, prompt=None, **row):
         """(prompt, parameters). ``prompt``: a number, a question for the chat template, or (text,)."""
@@ -409,15 +409,14 @@ WAYS = {
     "two ranks, all at once": Way("cached chunked preempted ahead drafts",
                                   {**TWO_RANKS, **PROCESSED, "max_num_seqs": 6}),
 }  # fmt: skip
+# Ways that others contain: chunks in "all at once" and "arriving", preemption with a cache in "streamed", two ranks in
+# "two ranks, all at once", whose requests without drafts decode in plain steps.
+BY_NIGHT = ("chunked", "preempted", "two ranks")
 ON_GPU = {
     "sdpa": Way("cached ahead", {"attention_backend": "sdpa"}, turns=2),
     "blocks of 64": Way("cached ahead graphs", {"kvcache_block_size": 64}),
     "blocks of 512": Way("ahead graphs", {"kvcache_block_size": 512, "max_num_seqs": 13}),
     "one slot": Way("cached graphs", {"max_num_seqs": 1}),
-}
-WAYS_OF_HYBRIDS = {
-    **{way: WAYS[way] for way in ("batched", "preempted, no cache", "chunked", "all at once", "two ranks")},
-    "chunks of 64, one snapshot": Way("cached chunked", {"max_num_batched_tokens": 64, "num_state_snapshots": 1}),
 }
 
 
@@ -479,17 +478,9 @@ def failures(check, given, alone, tolerance=TOLERANCE):
     return found
 
 
-# a commit takes each way with one of the hybrid models, and each model in two ways
-HYBRIDS = at_night(*product(families.HYBRID_CASES, WAYS_OF_HYBRIDS)) or list(
-    zip(cycle(families.HYBRID_CASES), WAYS_OF_HYBRIDS, strict=False)
-)
-CASES = [(*case, "cpu") for case in [*product(["demo"], WAYS), *HYBRIDS]]
-CASES += [gpu_param(*case, "cuda") for case in [*product(["demo"], WAYS | ON_GPU), *HYBRIDS] if "ranks" not in case[1]]
-
-
-@pytest.mark.parametrize(("name", "way", "device"), CASES)
-def test_way(name, way, device, model):
-    model, way = model(name), {**WAYS, **ON_GPU, **WAYS_OF_HYBRIDS}[way]
+def check_way(name, way, device, model):
+    """A way gives what each request of the model gives alone, and its facts are seen."""
+    model = model(name)
     outputs, results = model.plain("logprobs_mode" in way.options)
     with way.start(model, device) as llm:
         watch = Watch(llm)
@@ -509,6 +500,15 @@ def test_way(name, way, device, model):
             assert len(watch.readouts) == 2, "beside requests that are sampled"
         if facts <= {"cached", "chunked", "preempted"}:
             assert watch.num_sampled == llm.metrics()["generation_tokens"], "computed in vain"
+
+
+CASES = [(way, "cpu") for way in WAYS if way not in BY_NIGHT or at_night(way)]
+CASES += [gpu_param(way, "cuda") for way in WAYS | ON_GPU if "ranks" not in way]
+
+
+@pytest.mark.parametrize(("way", "device"), CASES)
+def test_way(way, device, model):
+    check_way("demo", {**WAYS, **ON_GPU}[way], device, model)
 
 
 ACTING = ("top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias",

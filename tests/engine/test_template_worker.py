@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +19,7 @@ from transformers import AutoTokenizer
 
 from nanovllm import RequestError
 from nanovllm.engine.text import template_worker
-from nanovllm.engine.text.template_worker import CHUNK, TemplateWorker
+from nanovllm.engine.text.template_worker import CHUNK, IDLE, TemplateWorker, WorkerProcess
 from nanovllm.utils.checkpoint import DEMO_MODEL
 
 HI = [{"role": "user", "content": "hi"}]
@@ -39,6 +40,15 @@ def worker():
     worker = TemplateWorker()
     yield worker
     worker.close()
+
+
+def idle_pids():
+    return [process.pid for process in IDLE if process.is_usable]
+
+
+def kill_idle():
+    while IDLE:
+        IDLE.pop().kill()
 
 
 @pytest.fixture
@@ -179,18 +189,20 @@ def test_a_form_that_the_checkpoints_template_has_rendered(worker, tokenizer, mo
     branches += "{% elif messages[0].content == 'long' %}{{ 'x' * 1001 }}{% endif %}ok"
     monkeypatch.setattr(tokenizer, "chat_template", branches)
     slow, long = ([{"role": "user", "content": content}] for content in ("slow", "long"))
+    sent, send = [], WorkerProcess.send
+    monkeypatch.setattr(WorkerProcess, "send", lambda process, request: sent.append(request) or send(process, request))
     assert worker.render(tokenizer, [HI], {}, 20.0, 1000) == ["ok"]
-    worker.close()
+    assert len(sent) == 1
     assert worker.render(tokenizer, [HI], {}, 20.0, 1000) == ["ok"]
     with refuses(TOO_LONG):
         worker.render(tokenizer, [slow], {}, 0.5, 1000)
     with refuses("the text has 1,003 characters; allowed are 1,000."):
         worker.render(tokenizer, [long], {}, 20.0, 1000)
-    assert worker._process is None
-    for talk, options in ((TALK, {}), ([{**HI[0], "x": 1}], {}), (HI, {"x": 1}), (HI, {"chat_template": branches})):
+    assert len(sent) == 1
+    others = (TALK, {}), ([{**HI[0], "x": 1}], {}), (HI, {"x": 1}), (HI, {"chat_template": branches})
+    for number, (talk, options) in enumerate(others, 2):
         assert worker.render(tokenizer, [talk], options, 20.0, 1000) == ["ok"]
-        assert worker._process is not None
-        worker.close()
+        assert len(sent) == number
 
 
 @pytest.mark.parametrize(
@@ -219,13 +231,14 @@ def test_a_worker_that_has_grown_is_replaced(tokenizer, monkeypatch):
     """transformers keeps templates: memory that they occupy would be missing for the next conversation."""
     less = "import nanovllm.engine.text.template_worker as module; module.LEFTOVER = 10 << 20; "
     monkeypatch.setattr(template_worker, "PROGRAM", template_worker.PROGRAM.replace("from", less + "from"))
+    kill_idle()
     worker, pids = TemplateWorker(), []
     for size in (1, 2, 3 * 10**6, 1):
         options = {"chat_template": "{{ messages[0].content }}{% if x %}" + size * "x" + "{% endif %}"}
         assert worker.render(tokenizer, [HI] * (CHUNK + 1), options, 20.0, 1000) == ["hi"] * (CHUNK + 1)
-        pids.append(worker._process and worker._process.pid)
-    worker.close()
-    assert pids[0] == pids[1] and pids[-1] not in pids[:-1]
+        pids += idle_pids() or [None]
+    kill_idle()
+    assert len(pids) == 4 and pids[0] == pids[1] and pids[-1] not in pids[:-1]
     assert all_gone([pid for pid in pids if pid])
 
 
@@ -261,7 +274,7 @@ def test_many_conversations(worker, tokenizer, render):
 def test_ctrl_c(render, worker):
     """The interrupt arrives while a template runs, and the reply of its worker is never read."""
     render("x")
-    pid = worker._process.pid
+    (pid,) = idle_pids()
     threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
         render(NEVER_ENDS)
@@ -286,10 +299,11 @@ def test_any_thread(worker, tokenizer):
 def test_a_worker_that_was_killed(render, worker):
     """As by the system, for its memory: at rest it is replaced; a template that it ran fails."""
     render("x")
-    worker._process.kill()
-    worker._process.wait()
+    (pid,) = idle_pids()
+    os.kill(pid, signal.SIGKILL)
+    assert all_gone([pid])
     assert render("{{ messages[0].content }}") == "hi"
-    threading.Timer(0.2, worker._process.kill).start()
+    threading.Timer(0.2, os.kill, [*idle_pids(), signal.SIGKILL]).start()
     with refuses("the model's chat template ended its process (exit code "):
         render(NEVER_ENDS)
 
@@ -297,7 +311,7 @@ def test_a_worker_that_was_killed(render, worker):
 def test_close_while_a_template_runs(render, worker):
     """``exit()`` does not wait for it."""
     render("x")
-    pid = worker._process.pid
+    (pid,) = idle_pids()
     threading.Timer(0.2, worker.close).start()
     with refuses("the model's chat template ended its process (exit code "):
         render(NEVER_ENDS)
@@ -305,6 +319,7 @@ def test_close_while_a_template_runs(render, worker):
 
 
 def test_a_worker_that_does_not_start(tokenizer, monkeypatch):
+    kill_idle()
     monkeypatch.setattr(sys, "path", [])
     worker = TemplateWorker()
     with refuses("the process that renders chat templates did not start; can it import transformers?"):
@@ -314,13 +329,50 @@ def test_a_worker_that_does_not_start(tokenizer, monkeypatch):
         worker.start()
 
 
+def test_engines_share_a_process(worker, tokenizer, render):
+    """Each had started its own, which took 0.85 s. The end of an engine leaves the process to the others."""
+    render("x")
+    pids, other = idle_pids(), TemplateWorker()
+    other.start()
+    assert other.render(tokenizer, [HI], {"chat_template": "{{ eos_token }}"}, 20.0, 1000) == [tokenizer.eos_token]
+    other.close()
+    assert render("x") == "x" and idle_pids() == pids and len(pids) == 1
+
+
+@pytest.mark.parametrize("end", ["limit", "close", "killed"])
+def test_an_engine_beside_one_whose_template_hangs(worker, tokenizer, render, end):
+    """It does not wait, and the end of the other's process leaves its own alone."""
+    hanging, refused = TemplateWorker(), []
+
+    def hang():
+        with pytest.raises(RequestError) as info:
+            hanging.render(tokenizer, [HI], {"chat_template": NEVER_ENDS}, 1.0 if end == "limit" else 20.0, 1000)
+        refused.append(str(info.value))
+
+    render("x")
+    (pid,) = idle_pids()
+    thread = threading.Thread(target=hang)
+    thread.start()
+    while pid in idle_pids():
+        time.sleep(0.01)
+    assert render("x") == "x"
+    (own,) = idle_pids()
+    if end == "close":
+        hanging.close()
+    elif end == "killed":
+        os.kill(pid, signal.SIGKILL)
+    while thread.is_alive():
+        assert render("x") == "x"
+    assert all_gone([pid]) and idle_pids() == [own]
+    assert refused[0].startswith(TOO_LONG.replace("0.5", "1") if end == "limit" else "the model's chat template ended")
+
+
 # a script without a guard of its main module; a forked child that lives on holds the pipes open
 SCRIPT = """
 import os, signal, sys, threading, time
 sys.modules["torch"] = None  # not needed
 from transformers import AutoTokenizer
-from nanovllm.engine.text import template_worker
-from nanovllm.engine.text.template_worker import TemplateWorker
+from nanovllm.engine.text.template_worker import IDLE, TemplateWorker
 
 signal.signal(signal.SIGALRM, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
@@ -332,15 +384,18 @@ def render(worker, template="x", seconds=20.0):
     return worker.render(tokenizer, [[{"role": "user", "content": "hi"}]], {"chat_template": template}, seconds, 99)
 
 assert render(idle) == render(busy) == ["x"]
-pid = idle._process.pid
+(process,) = IDLE
 if os.fork() == 0:
-    assert render(idle) == ["x"] and idle._process.pid != pid
+    assert render(idle) == ["x"] and process not in IDLE
     sys.exit()
-assert os.wait()[1] == 0 and render(idle) == ["x"] and idle._process.pid == pid
+assert os.wait()[1] == 0 and render(idle) == ["x"] and IDLE == [process]
 threading.Thread(target=render, args=(busy, "{{ 9**(9**10) }}", 1.5)).start()
+while IDLE:
+    time.sleep(0.01)
+assert render(idle) == ["x"] and process not in IDLE
 if (child := os.fork()) == 0:
     time.sleep(60)
-print(pid, busy._process.pid, child, flush=True)
+print(IDLE[0].pid, process.pid, child, flush=True)
 time.sleep(60)
 """
 

@@ -7,6 +7,9 @@ a C function (``9 ** (9 ** 10)``) cannot be interrupted, except with its process
     any thread, under a lock  -- stdin: one request -->   transformers' apply_chat_template
                               <- stdout: its text ------
 
+Engines of a process share the worker, since a request carries everything that its text depends on. A call borrows it.
+Another engine that renders meanwhile starts a second one, so a template that hangs or kills its worker fails alone.
+
 There is one exception, because two switches of processes take longer than a conversation. The checkpoint's own template
 renders a single conversation in the engine's process once it has rendered one of the same form in the worker: the same
 roles and fields of messages, the same options. ``time_limit`` ends its loops there. A template that depends on more,
@@ -14,8 +17,8 @@ such as a word or a date, could still hold that process.
 
 A request is plain data, as ``marshal`` writes it. The worker limits itself: a timer of the system ends it after the
 seconds of a request. On Linux, allocations beyond a limit fail; elsewhere only the time and the length of the text are
-limited. The worker ends with its engine, and with the engine's process, however that ends. The next request replaces a
-worker that has died. The start takes a second, mostly transformers' import: ``start`` does not wait for it.
+limited. The worker ends with the engine's process, however that ends. The next request replaces a worker that has died.
+The start takes a second, mostly transformers' import: ``start`` does not wait for it.
 """
 
 import datetime
@@ -60,28 +63,84 @@ TOO_LONG = (
 RULE = "chat templates take text, numbers, booleans, None, lists and dictionaries"
 
 
+class WorkerProcess:
+    """One worker process, which one engine at a time may ask."""
+
+    def __init__(self) -> None:
+        path = [part for part in sys.path if isinstance(part, str)]
+        try:  # detached from the terminal, whose Ctrl-C reaches every process of its group or console
+            self._popen: Any = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, *path], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL, start_new_session=True,
+                creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
+            )  # fmt: skip
+        except (OSError, TypeError) as error:
+            raise RequestError(f"the process that renders chat templates cannot be started: {error}") from None
+        self.pid, self._owner = self._popen.pid, os.getpid()
+        self.is_up = False  # it has reported that it is ready
+        self.kill = weakref.finalize(self, _end, self._popen, self._owner)  # at the latest when the interpreter ends
+
+    @property
+    def is_usable(self) -> bool:
+        """It runs, and a forked child does not use its parent's, whose pipes it has too."""
+        return self._owner == os.getpid() and self._popen.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._popen.returncode
+
+    def send(self, request: bytes) -> None:
+        self._popen.stdin.write(REQUEST.pack(len(request)) + request)
+        self._popen.stdin.flush()
+
+    def read_reply(self) -> tuple[bool, str]:
+        """Whether it is a text or an error, and the text; raises EOFError if the process has ended."""
+        header = self._popen.stdout.read(REPLY.size)
+        if len(header) < REPLY.size:
+            raise EOFError
+        is_text, is_last, num_bytes = REPLY.unpack(header)
+        encoded = self._popen.stdout.read(num_bytes)
+        if len(encoded) < num_bytes:
+            raise EOFError
+        if is_last:
+            self.kill()
+        return is_text, encoded.decode("utf-8", "surrogatepass")
+
+
+IDLE: list[WorkerProcess] = []  # nobody asks them now; needs no lock: pop, append and remove are atomic
+
+
+def _borrow() -> WorkerProcess:
+    """A process that is the caller's alone until it is in ``IDLE`` again."""
+    with suppress(IndexError):
+        while not (process := IDLE.pop()).is_usable:
+            process.kill()
+        return process
+    return WorkerProcess()
+
+
 class TemplateWorker:
-    """The worker as seen by its engine; any thread may call it. A forked child gets a worker of its own."""
+    """The worker as seen by one engine; any thread may call it. A forked child gets a worker of its own."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._owner = os.getpid()
-        self._process: subprocess.Popen | None = None
         self._forms: set[tuple] = set()  # forms that the checkpoint's template has rendered there
-        self._is_up = False  # the process has reported that it is ready
-        self._end: weakref.finalize | None = None
+        self._borrowed: list[WorkerProcess] = []  # the one it asks; ``close`` or ``_exchange`` pops it, not both
 
     def start(self) -> None:
-        """Start the process unless it runs, without waiting until it is ready."""
-        self._forget_parent()
-        with self._lock:
-            self._running()
+        """Start a process unless one waits, without waiting until it is ready."""
+        if not any(process.is_usable for process in IDLE):
+            IDLE.append(WorkerProcess())
 
     def close(self) -> None:
-        """Kill the process. A call that waits for it fails; a later one starts another."""
-        self._process = None
-        if self._end is not None:
-            self._end()
+        """Kill the process if it renders for this engine: the call that waits for it fails. Others may render on."""
+        with suppress(IndexError):
+            self._borrowed.pop().kill()
+        for process in IDLE[1:]:  # as many as engines have rendered at the same time
+            with suppress(ValueError):  # borrowed meanwhile
+                IDLE.remove(process)
+                process.kill()
 
     def render(self, tokenizer: Any, conversations: ListLike[Any], options: dict[str, Any], seconds: float,
                max_characters: int) -> list[str]:
@@ -129,71 +188,44 @@ class TemplateWorker:
         except Exception as error:  # a tokenizer of another class, or a tool without a schema
             raise RequestError(_failure(error)) from None
 
-    def _forget_parent(self) -> None:
-        if self._owner != os.getpid():  # a forked child: the pipes are its parent's, whose thread may hold the lock
-            self.__init__()  # type: ignore[misc]
-
-    def _running(self) -> subprocess.Popen:
-        if self._process is not None and self._process.poll() is None:
-            return self._process
-        self.close()
-        path = [part for part in sys.path if isinstance(part, str)]
-        try:  # detached from the terminal, whose Ctrl-C reaches every process of its group or console
-            process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, *path], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL, start_new_session=True,
-                creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
-            )  # fmt: skip
-        except (OSError, TypeError) as error:
-            raise RequestError(f"the process that renders chat templates cannot be started: {error}") from None
-        self._end, self._is_up = weakref.finalize(self, _end, process, os.getpid()), False
-        self._process = process
-        return process
-
     def _exchange(self, request: bytes, num_texts: int, seconds: float) -> list[str]:
         """Send a request, and read its replies, up to the first error, which is raised."""
-        self._forget_parent()
+        if self._owner != os.getpid():  # a forked child, whose parent's thread may hold the lock
+            self.__init__()  # type: ignore[misc]
         with self._lock:
-            process, texts, before = self._running(), [], 0.0
+            process, texts, before = _borrow(), [], 0.0
+            self._borrowed.append(process)
             try:
-                if not self._is_up:
-                    self._read_reply(process)
-                    self._is_up = True
-                process.stdin.write(REQUEST.pack(len(request)) + request)  # type: ignore[union-attr]
-                process.stdin.flush()  # type: ignore[union-attr]
+                if not process.is_up:
+                    process.read_reply()
+                    process.is_up = True
+                process.send(request)
                 for _ in range(num_texts):
                     before = time.monotonic()
-                    texts.append(self._read_reply(process))
-                return texts
-            except RequestError:
-                raise
-            except (EOFError, OSError):
-                took, is_up = time.monotonic() - before, self._is_up
-                self.close()
+                    is_text, text = process.read_reply()
+                    if not is_text:
+                        break
+                    texts.append(text)
+            except (EOFError, OSError, ValueError):  # it has ended, or ``close`` has closed its pipes
+                took = time.monotonic() - before
+                process.kill()
             except BaseException:
-                self.close()  # Ctrl-C: replies still to come would be taken for those of the next request
+                process.kill()  # Ctrl-C: replies still to come would be taken for those of the next request
                 raise
-        if not is_up:
+            else:
+                if not is_text:
+                    raise RequestError(text)
+                return texts
+            finally:
+                with suppress(IndexError):  # closed meanwhile
+                    self._borrowed.pop()
+                    if process.is_usable:
+                        IDLE.append(process)
+        if not process.is_up:
             raise RequestError("the process that renders chat templates did not start; can it import transformers?")
         if before and took > 0.9 * seconds:  # this process may have read the previous reply a little late
             raise RequestError(TOO_LONG.format(seconds))
-        raise RequestError(f"the model's chat template ended its process (exit code {process.returncode}).")
-
-    def _read_reply(self, process: subprocess.Popen) -> str:
-        replies: Any = process.stdout
-        header = replies.read(REPLY.size)
-        if len(header) < REPLY.size:
-            raise EOFError
-        is_text, is_last, num_bytes = REPLY.unpack(header)
-        encoded = replies.read(num_bytes)
-        if len(encoded) < num_bytes:
-            raise EOFError
-        if is_last:
-            self.close()
-        text = encoded.decode("utf-8", "surrogatepass")
-        if not is_text:
-            raise RequestError(text)
-        return text
+        raise RequestError(f"the model's chat template ended its process (exit code {process.exit_code}).")
 
 
 def _end(process: subprocess.Popen, owner: int) -> None:

@@ -1,0 +1,29 @@
+"""Hybrid models give in every way of computing what each request gives alone; see ``test_ways.py``.
+
+A file of its own, which another worker of pytest-xdist runs at the same time.
+"""
+
+from itertools import cycle, product
+
+import families
+import pytest
+from helpers import gpu_param
+from histories import at_night
+from test_ways import WAYS, Way, check_way
+from test_ways import model as model  # a fixture
+
+WAYS_OF_HYBRIDS = {
+    **{way: WAYS[way] for way in ("batched", "preempted, no cache", "chunked", "all at once", "two ranks")},
+    "chunks of 64, one snapshot": Way("cached chunked", {"max_num_batched_tokens": 64, "num_state_snapshots": 1}),
+}
+# A commit takes each way with one of two models, whose layers, convolutions and experts the third has, too.
+CASES = at_night(*product(families.HYBRID_CASES, WAYS_OF_HYBRIDS)) or list(
+    zip(cycle(("qwen3.5", "qwen3-next")), WAYS_OF_HYBRIDS, strict=False)
+)
+
+
+@pytest.mark.parametrize(("name", "way", "device"), [
+    *((*case, "cpu") for case in CASES), *(gpu_param(*case, "cuda") for case in CASES if "ranks" not in case[1]),
+])  # fmt: skip
+def test_way(name, way, device, model):
+    check_way(name, WAYS_OF_HYBRIDS[way], device, model)
