@@ -7,7 +7,7 @@ import pytest
 import torch
 
 if importlib.util.find_spec("triton") is None:  # these import it
-    names = "attention dispatch embedding fp8_kv fp8_linear gated_delta linear moe_kernels prefix step_inputs"
+    names = "attention dispatch elementwise fp8_kv fp8_linear gated_delta int4_linear linear moe_kernels prefix"
     collect_ignore = [f"test_{name}.py" for name in names.split()]
 
 

@@ -682,21 +682,6 @@ def test_which_shared_experts_are_taken():
     assert not dispatch.takes_shared_expert(4, experts, Weight(randn(24, 32)), groups)
 
 
-# The shared expert's gate and sum.
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
-@pytest.mark.parametrize("add_residual", [False, True])
-@pytest.mark.parametrize("has_gate", [False, True])
-def test_add_shared_expert(dtype, add_residual, has_gate):
-    T, C = 5, 72
-    residual = randn(T, 2 * C, dtype=dtype)[:, :C]
-    args = residual, randn(C, dtype=dtype), EPS, randn(1, C, dtype=dtype) if has_gate else None, add_residual
-    shared = randn(T, C, dtype=dtype)
-    expected = reference.add_shared_expert(shared.clone(), *args)
-    assert_close(shared_expert.add_shared_expert(shared, *args), expected)
-
-
 @pytest.mark.parametrize("num_tokens", [1, 3, 40])
 @pytest.mark.parametrize("allow_split_k", [False, True])
 def test_another_base_than_the_residual(num_tokens, allow_split_k):
