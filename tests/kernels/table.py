@@ -5,6 +5,7 @@ removes NaN.
 """
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -78,14 +79,28 @@ def check(kernel, twin, args, scale=1.0, overwrites=None):
     return actual
 
 
+def each_once(*lists):
+    """Tuples in which each value of each list occurs; on a GPU and at night all combinations."""
+    if at_night(True):
+        return list(itertools.product(*lists))
+    return [tuple(values[i % len(values)] for values in lists) for i in range(max(map(len, lists)))]
+
+
 def cases_of(table):
-    """(name, case, dtype) for pytest.mark.parametrize: each case in one type before a commit, at night in all."""
+    """(name, case, dtype) for pytest.mark.parametrize."""
     return [
         pytest.param(name, case, dtype, marks=[pytest.mark.gpu] * row.gpu)
         for name, row in table.items()
-        for i, case in enumerate(row.cases)
-        for dtype in {row.dtypes[i % len(row.dtypes)]: 0, **dict.fromkeys(at_night(*row.dtypes))}
+        for case, dtype in each_once(row.cases, row.dtypes)
     ]
+
+
+def call(check, *args, gpu=False, splits=None, **options):
+    """A case of a table of calls: parameters ``check, args, options, splits``."""
+    options_shown = (f"{name}={getattr(value, '__name__', value)}" for name, value in options.items())
+    shown = ", ".join([*(str(arg)[:60] for arg in args), *options_shown])
+    name = f"{check.__name__.removeprefix('check_')}({shown}){'' if splits is None else splits}"
+    return pytest.param(check, args, options, splits, id=name, marks=[pytest.mark.gpu] * gpu)
 
 
 def check_row(row, case, dtype):
