@@ -5,9 +5,10 @@ from functools import partial
 
 import pytest
 import torch
+from helpers import interpret_fp8_exactly
 
 if importlib.util.find_spec("triton") is None:  # these import it
-    names = "attention dispatch embedding fp8_kv fp8_linear gated_delta linear moe_kernels prefix step_inputs"
+    names = "attention dispatch elementwise fp8_kv fp8_linear gated_delta int4_linear linear moe_kernels prefix"
     collect_ignore = [f"test_{name}.py" for name in names.split()]
 
 
@@ -22,6 +23,13 @@ def poisoned(monkeypatch):
 
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, partial(poison, getattr(torch, name)))
+
+
+@pytest.fixture
+def exact_fp8(monkeypatch):
+    """Triton's interpreter rounds to e4m3 as a GPU does."""
+    if not torch.cuda.is_available():
+        interpret_fp8_exactly(monkeypatch)
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """The Triton attention kernels against their plain twins in fp64, and the twins against the textbook formula.
 
+One table has the calls of all kernels, with caches in the model's type and in FP8.
+
 Kernels are compiled on a GPU, interpreted elsewhere. Every KV slot outside the contexts holds NaN, and so does every
 output before the call: reading too much or writing too little fails.
 """
@@ -10,14 +12,14 @@ from histories import at_night
 
 from nanovllm.kernels import launch
 from nanovllm.kernels.attention import decode, prefill, reference
+from nanovllm.kernels.linear.reference import quantize
 
 from . import DEVICE
+from .table import call, each_once
 
-pytestmark = pytest.mark.usefixtures("poisoned")
-BF16 = pytest.param(
-    torch.bfloat16,
-    marks=pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter multiplies bf16 as bit patterns"),
-)
+pytestmark = pytest.mark.usefixtures("poisoned", "exact_fp8")
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+TYPES = [FP32, FP16] if DEVICE == "cpu" else [FP32, BF16, FP16]  # the interpreter multiplies bf16 as bit patterns
 TOLERANCE = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
     torch.float16: {"rtol": 4e-3, "atol": 2e-3},
@@ -79,6 +81,29 @@ class PagedCache:
         table, block_size = self.block_tables[self.req_indices[i]], self.k.shape[1]
         slots = [(int(table[p // block_size]), p % block_size) for p in range(int(self.context_lens[i]))]
         return (torch.stack([cache[slot] for slot in slots]).double() for cache in (self.k, self.v))
+
+
+def uneven_scales(num_kv_heads):
+    """fp32 [2, K]: neither powers of two nor alike."""
+    return 0.01 * torch.arange(1, 2 * num_kv_heads + 1, device=DEVICE).view(2, num_kv_heads).float() + 0.003
+
+
+class FP8Cache(PagedCache):
+    """A poisoned FP8 KV cache with uneven scales, and values that use most of e4m3's range."""
+
+    def __init__(self, contexts, num_kv_heads, head_size, block_size, dtype, **options):
+        super().__init__(contexts, num_kv_heads, head_size, block_size, dtype, **options)
+        self.kv_scale = uneven_scales(num_kv_heads)
+        self.kernel_options = {"kv_scale": self.kv_scale}
+        self.k, self.v = (
+            quantize(x.flatten(0, 1), scale).view(x.shape)
+            for x, scale in zip((self.k.float(), self.v.float()), self.kv_scale, strict=True)
+        )
+
+    def oracle(self, op, q, k, v, *rest, **options):
+        """The twin in fp64 on a cache that was dequantized as a whole: knows nothing of FP8."""
+        k, v = (x.double() * scale.double()[:, None] for x, scale in zip((k, v), self.kv_scale, strict=True))
+        return oracle(op, q, k, v, *rest, **options)
 
 
 def oracle(op, q, k, v, *rest, **options):
@@ -162,6 +187,22 @@ def check_verify(contexts, num_rows, num_heads, num_kv_heads, head_size, block_s
     return cache, q, lens, expected
 
 
+def check_sm90_prefill(spans, group, head_size, dtype, block_size, window=0, sinks=False):
+    prefill_sm90 = pytest.importorskip("nanovllm.kernels.attention.prefill_sm90", exc_type=ImportError)
+    if not launch.is_sm90(torch.device("cuda")):
+        pytest.skip("needs a Hopper GPU")
+    spans = SM90_SPANS[spans]
+    _, args, _ = check_prefill(spans, 2 * group, 2, head_size, block_size, dtype, window, sinks)
+    options = {"window": window, **scores_options(2 * group, dtype, sinks, 0.0)}
+    q, k, max_seqlen_q = args[0], args[1], max(new for new, _ in spans)
+    assert prefill_sm90.supports(q, k, max_seqlen_q) and not prefill_sm90.supports(q, k, max_seqlen_q, softcap=3.0)
+    first = prefill.paged_prefill_attention(*args, max_seqlen_q, **options)
+    for _ in range(3):  # no race, and nothing is left from launch to launch
+        assert torch.equal(prefill.paged_prefill_attention(*args, max_seqlen_q, **options), first)
+    torch.cuda.synchronize()
+    assert launch.zero_counters(1, q.device).count_nonzero() == 0
+
+
 # ----------------------------------------------------------------------------------------------- plain twins
 
 
@@ -217,47 +258,143 @@ def test_the_twin_of_a_long_prompt_takes_it_in_pieces(monkeypatch):
     check(cache, out, textbook(q, *cache.tokens(0), cache.scale, 9, sinks, 1.5))
 
 
-# ---------------------------------------------------------------------------------------------------- decode
+# ------------------------------------------------------------------------------- the table: kernels against twins
 
-FP32, UNEVEN = torch.float32, [20, 33, 250, 7, 0, 64, 48, 31]  # one long context among short ones
-DECODES = [  # arguments and keywords of check_decode; of ``cut``, where it is called
-    *((([0, 1, n - 1, n, n + 1, 0], 4, 2, 32, n, FP32), {}, None) for n in (16, 48, *at_night(64, 256))),
-    *((([37, 5, 130], 2 * group, 2, 32, 16, FP32), {}, None) for group in (1, 3, 8, *at_night(2, 4, 5, 7, 16))),
-    (([1 + 7 * i % 50 for i in range(21)], 2, 1, 32, 16, FP32), {}, None),  # above sixteen sequences
+
+UNEVEN = [20, 33, 250, 7, 0, 64, 48, 31]  # one long context among short ones
+# a prefix hit, a chunk, one token after a prefix, nothing new, and a whole prompt, in one launch
+SPANS = [(20, 84), (33, 65), (1, 77), (0, 16), (40, 40)]
+WINDOWED = [(20, 84), (33, 165), (1, 77), (0, 16), (70, 70)]
+AT_SIZE = [(700, 700), (64, 1088), (1, 1500), (333, 900)]
+# (new tokens, context): whole prompts, prefixes, chunks, one token, nothing new; longest below and above 1024
+SM90_SPANS = {
+    "short": [(70, 70), (64, 300), (1, 77), (0, 16), (33, 97), (5, 5)],
+    "ragged": [*AT_SIZE, (128, 128), (129, 129)],
+    "long": [(2048, 2048), (1024, 3000), (17, 17)],
+    "many": [(1 + 13 * i % 90, 1 + 13 * i % 90 + 7 * i % 200) for i in range(256)],
+    "more than a launch takes": [(1 + 13 * i % 90, 1 + 13 * i % 90 + 7 * i % 200) for i in range(600)],
+}
+SCORES = [{"sinks": True}, {"softcap": 2.0}, {"sinks": True, "softcap": 2.0}]
+HEADS = [(16, 2, 64, 0), (6, 2, 64, 33), (4, 2, 256, 7)]  # query heads, KV heads, head size, window
+# gpt-oss; Gemma 2 27b, 9b and 2b
+OTHER_SCORES = [(64, 8, 64, True, 0.0), (32, 16, 128, False, 3.0), (16, 8, 256, False, 3.0), (8, 4, 256, False, 3.0),
+                (16, 4, 128, True, 3.0)]  # fmt: skip
+FP8 = {"make_cache": FP8Cache}
+
+
+def many(num_seqs):
+    return [1500 - 37 * i % 1400 for i in range(num_seqs)]
+
+
+DECODES = [  # splits: arguments of ``cut``, where it is called
+    *(call(check_decode, [0, 1, n - 1, n, n + 1, 0], 4, 2, 32, n, FP32) for n in (16, 48, *at_night(64, 256))),
+    *(call(check_decode, [37, 5, 130], 2 * group, 2, 32, 16, FP32) for group in (1, 3, 8, *at_night(2, 4, 5, 7, 16))),
+    call(check_decode, [1 + 7 * i % 50 for i in range(21)], 2, 1, 32, 16, FP32),  # above sixteen sequences
+    *(call(check_decode, [70, 0, 3], 4, 2, D, 64, dtype) for D, dtype in each_once((32, 64, 80, 96, 128, 256), TYPES)),
+    *(call(check_decode, contexts, *heads, 32, n, dtype, splits={}) for (n, contexts, heads), dtype in each_once(
+        [(16, [200, 0, 15, 16, 17, 90], (2, 1)), (256, [270, 1, 0, 100], (2, 1)), (16, [70, 0, 33], (4, 2))], TYPES)),
     # a merge of one partial result at a time, of some, of all at once
-    *((([130, 47, 1], group, 1, 128, 16, FP32), {}, {"merged": merged})
+    *(call(check_decode, [130, 47, 1], group, 1, 128, 16, FP32, splits={"merged": merged})
       for group, merged in ((2, 4096), (5, 1), (7, 2048), (16, 16384))),
     # split lengths that begin and end inside sequences
-    *(((UNEVEN, 2, 1, 32, 32, FP32), {"window": window}, {"programs_per_sm": n})
+    *(call(check_decode, UNEVEN, 2, 1, 32, 32, FP32, window=window, splits={"programs_per_sm": n})
       for n, window in ((1, 0), (2, 0), (3, 0), (3, 40))),
     # windows of one token, less than a tile of 16 or 32 tokens, a tile, a tile and a bit, several tiles, all contexts
-    *((([130, 0, 1, 15, 64, 65], 2, 1, 32, n, FP32), {"window": window}, None)
+    *(call(check_decode, [130, 0, 1, 15, 64, 65], 2, 1, 32, n, FP32, window=window)
       for n, window in ((16, 1), (64, 7), (16, 32), (16, 33), (64, 64), (16, 500))),
-    *((([130, 47, 0, 1, 16], 7, 1, 32, n, FP32), {"window": window}, {})
+    *(call(check_decode, [130, 47, 0, 1, 16], 7, 1, 32, n, FP32, window=window, splits={})
       for n, window in ((16, 1), (48, 16), (16, 33), *at_night((48, 7), (48, 100)))),
+    *(call(check_decode, [70, 0, 3], *heads, 64, FP32, window=window, **scores)
+      for (*heads, window), scores in each_once(HEADS, SCORES)),
+    # sinks count once: splits that begin and end inside sequences; sequences of one split, of several, of none
+    *(call(check_decode, UNEVEN, 3, 1, 32, 32, FP32, window=window, sinks=True, softcap=softcap,
+           splits={"programs_per_sm": n}) for window, n, softcap in each_once((0, 40), (2, 16), (0.0, 2.0))),
+    # FP8
+    *(call(check_decode, [70, 0, 3], *heads, 16, dtype, **FP8)
+      for heads, dtype in each_once([(2, 2, 32), (4, 2, 64), (8, 1, 128), (5, 1, 256)], [FP32, FP16, BF16])),
+    *(call(check_decode, [70, 0, 3], *heads, 16, FP16, window=window, **scores, **FP8)
+      for (*heads, window), scores in each_once([(16, 2, 64, 20), (4, 2, 256, 0)], SCORES)),
+    *(call(check_decode, contexts, *heads, 32, n, FP16, window=window, splits={}, **FP8)
+      for contexts, heads, n, window in (
+          ([130, 47, 0, 1, 16], (3, 1), 16, 0), ([70, 0, 1], (6, 2), 256, 0), ([130, 47, 0, 1], (3, 1), 48, 33))),
+    call(check_decode, [40, 5], 12, 2, 32, 16, FP16, splits={"programs_per_sm": 2, "kv_head_programs": 3}, **FP8),
+    # on a GPU
+    *(call(check_decode, contexts, 16, 8, 128, 256, dtype, gpu=True) for dtype in (BF16, FP16, FP32) for contexts in (
+        [4096], [128] * 8, [4000] + [100] * 255, [100 + 37 * i % 1400 for i in range(256)], [33] * 600)),
+    *(call(check_decode, many(num_seqs), *heads, 256, BF16, window=window, gpu=True)
+      for num_seqs in (1, 8, 256) for window in (0, 128, 500)
+      for heads in ((32, 8, 64), (28, 4, 128), (14, 2, 64), (8, 4, 256))),
+    *(call(check_decode, many(num_seqs), *heads, 256, dtype, window, *scores, gpu=True)
+      for num_seqs, dtype in ((1, BF16), (8, FP32), (256, BF16)) for window in (0, 128)
+      for *heads, scores in [(*row[:3], row[3:]) for row in OTHER_SCORES]),
+    *(call(check_decode, many(num_seqs), *heads, 256, dtype, window, gpu=True, **FP8)
+      for num_seqs in (1, 8, 256) for dtype in (BF16, FP16) for window in (0, 500)
+      for heads in ((16, 8, 128), (32, 8, 128), (14, 2, 64), (8, 4, 256))),
+    *(call(check_decode, many(num_seqs), *heads, 256, BF16, window, *scores, gpu=True, **FP8)
+      for num_seqs in (1, 8, 256) for window in (0, 128)
+      for *heads, scores in [(*row[:3], row[3:]) for row in OTHER_SCORES]),
+]  # fmt: skip
+VERIFIES = [
+    *(call(check_verify, [1, 5, 40, 0, 67], num_rows, group, 1, 32, 16, FP32)
+      for group, num_rows in ((1, 8), (2, 2), (7, 4), *at_night((3, 4), (4, 8), (8, 4), (16, 8)))),
+    *(call(check_verify, contexts, 4, *heads, 32, n, FP32, splits={})
+      for n, contexts, heads in ((16, [100, 3, 40], (6, 2)), (256, [270, 0, 17], (3, 1)))),
+    *(call(check_verify, [100, 9, 65, 131], 4, 4, 2, 32, n, FP32, window=window)
+      for n, window in ((16, 1), (16, 33), *at_night((64, 7), (48, 64), (16, 500)))),
+    *(call(check_verify, [70, 3, 150], 4, 3, 1, 32, 16, FP32, window=window, sinks=True, softcap=softcap, splits={})
+      for window, softcap in ((0, 0.0), (21, 2.0))),
+    *(call(check_verify, [33, 50, 9], 8, 4, 1, D, 16, dtype) for D, dtype in each_once((64, 80, 128, 256), TYPES)),
+]  # fmt: skip
+PREFILLS = [
+    *(call(check_prefill, [(n, n) for n in lens], 4, 2, 32, block_size, FP32)  # whole prompts
+      for block_size, lens in ((16, (1, 15, 17)), (48, (1, 47, 49)), (64, (1, 63, 65)), (256, (1, 70)))),
+    *(call(check_prefill, SPANS, 4, 2, 32, n, FP32) for n in (16, 64)),
+    *(call(check_prefill, [(19, 19), (7, 40)], 2 * group, 2, 32, 16, FP32)
+      for group in (1, 3, 8, *at_night(2, 4, 5, 7, 16))),
+    *(call(check_prefill, [(35, 35), (3, 70)], 4, 2, D, 64, dtype)
+      for D, dtype in each_once((32, 64, 80, 128, 256), TYPES)),
+    *(call(check_prefill, [(150, 170)], group, 1, 32, 64, FP16) for group in (1, 2, 7)),  # more rows than a program's
+    # tiles that the window cuts, tiles without a mask, tiles with both masks; whole prompts and prefix hits
+    *(call(check_prefill, WINDOWED, 4, 2, 32, n, FP32, window)
+      for n, window in ((16, 1), (64, 7), (16, 33), (64, 100), *at_night((16, 16), (64, 32), (16, 64), (16, 500)))),
+    *(call(check_prefill, [(150, 170), (30, 300)], 14, 2, 32, 64, FP16, window) for window in (5, 128)),  # large tiles
+    *(call(check_prefill, SPANS, *heads, 64, FP32, window, **scores)
+      for (*heads, window), scores in each_once(HEADS, SCORES)),
+    # FP8
+    *(call(check_prefill, SPANS, 2 * group, 2, D, 16, dtype, window, **FP8)
+      for (D, group, window), dtype in each_once([(32, 1, 0), (128, 3, 0), (64, 2, 40)], [FP32, FP16, BF16])),
+    *(call(check_prefill, [(20, 84), (1, 77), (0, 16)], *heads, 16, FP16, window, **scores, **FP8)
+      for (*heads, window), scores in each_once([(16, 2, 64, 20), (4, 2, 256, 0)], SCORES)),
+    # on a GPU
+    *(call(check_prefill, AT_SIZE, *heads, 256, dtype, window, *scores, gpu=True)
+      for dtype in (BF16, FP32) for window in (0, 128)
+      for *heads, scores in [(*row[:3], row[3:]) for row in OTHER_SCORES]),
+    *(call(check_prefill, AT_SIZE, 16, 8, 128, n, BF16, gpu=True) for n in (16, 256)),
+    *(call(check_prefill, SM90_SPANS[spans], 2 * group, 2, D, 256, dtype, window, gpu=True, **FP8)
+      for spans in SM90_SPANS for dtype in (BF16, FP16) for group, D, window in (
+          (1, 64, 0), (2, 128, 0), (5, 64, 0), (8, 128, 0), (2, 128, 64), (7, 128, 100), (1, 64, 1))),
+    *(call(check_prefill, SM90_SPANS[spans], *heads, 256, BF16, window, *scores, gpu=True, **FP8)
+      for spans in ("short", "ragged") for window in (0, 128)
+      for *heads, scores in [(*row[:3], row[3:]) for row in OTHER_SCORES]),
+    *(call(check_sm90_prefill, spans, group, D, dtype, n, gpu=True)
+      for spans in SM90_SPANS for group in (1, 2, 3, 4, 5, 7, 8, 16) for D in (64, 128)
+      for dtype, n in ((BF16, 256), (FP16, 128))),
+    # shorter than a query tile, a key tile, many key tiles; the parts of the key loop in every combination
+    *(call(check_sm90_prefill, spans, group, D, BF16, 256, window, gpu=True) for spans in SM90_SPANS
+      for group, D, window in ((1, 64, 200), (2, 128, 1), (2, 128, 64), (2, 128, 1000), (7, 128, 100))),
+    *(call(check_sm90_prefill, spans, group, D, BF16, 256, window, sinks=True, gpu=True) for spans in SM90_SPANS
+      for group, D, window in ((8, 64, 0), (8, 64, 128), (2, 128, 0), (7, 128, 100))),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("args, options, splits", DECODES, ids=str)
-def test_decode(cut, args, options, splits):
+@pytest.mark.parametrize("check, args, options, splits", [*DECODES, *VERIFIES, *PREFILLS])
+def test_kernels(cut, check, args, options, splits):
     if splits is not None:
         cut(**splits)
-    check_decode(*args, **options)
+    check(*args, **options)
 
 
-@pytest.mark.parametrize("head_size", [32, 64, 80, 96, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
-def test_decode_head_sizes_and_types(head_size, dtype):
-    check_decode([70, 0, 3], 4, 2, head_size, 64, dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
-@pytest.mark.parametrize(
-    ("block_size", "contexts"), [(16, [200, 0, 15, 16, 17, 90]), (256, [270, 1, 0, 100])]
-)
-def test_decode_many_splits(cut, block_size, contexts, dtype):
-    cut()
-    check_decode(contexts, 4, 2, 32, block_size, dtype)
+# ---------------------------------------------------------------------------------------------------- decode
 
 
 @pytest.mark.parametrize("num_seqs, group, num_kv_heads, head_size, sinks", [
@@ -270,30 +407,6 @@ def test_decode_of_large_groups_in_few_sequences(num_seqs, group, num_kv_heads, 
     check_decode([300, 40][:num_seqs], num_kv_heads * group, num_kv_heads, head_size, 64, torch.float32, sinks=sinks)
 
 
-VERIFIES = [
-    *((([1, 5, 40, 0, 67], num_rows, group, 1, 32, 16, FP32), {}, None)
-      for group, num_rows in ((1, 8), (2, 2), (7, 4), *at_night((3, 4), (4, 8), (8, 4), (16, 8)))),
-    *(((contexts, 4, 6, 2, 32, n, FP32), {}, {}) for n, contexts in ((16, [200, 3, 90]), (256, [300, 0, 17]))),
-    *((([100, 9, 65, 131], 4, 4, 2, 32, n, FP32), {"window": window}, None)
-      for n, window in ((16, 1), (16, 33), *at_night((64, 7), (48, 64), (16, 500)))),
-    *((([70, 3, 150], 4, 6, 2, 32, 16, FP32), {"window": window, "sinks": True, "softcap": softcap}, {})
-      for window, softcap in ((0, 0.0), (21, 2.0))),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("args, options, splits", VERIFIES, ids=str)
-def test_verify(cut, args, options, splits):
-    if splits is not None:
-        cut(**splits)
-    check_verify(*args, **options)
-
-
-@pytest.mark.parametrize("head_size", [64, 80, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
-def test_verify_head_sizes_and_types(head_size, dtype):
-    check_verify([33, 50, 9], 8, 4, 1, head_size, 16, dtype)
-
-
 @pytest.mark.parametrize("window", [0, 21])
 def test_rows_of_a_verify_step_are_decode_steps(window):
     """Each attends what it would attend by itself, also in the plain twin."""
@@ -303,21 +416,6 @@ def test_rows_of_a_verify_step_are_decode_steps(window):
         alone = reference.paged_decode_attention(*cache.decode_args(q[row::4]), window=window)
         check(cache, expected[row::4], alone)
     assert not expected[lens.flatten() == 0].any()
-
-
-@pytest.mark.parametrize("sinks, softcap", [(True, 0.0), (False, 2.0), (True, 2.0)])
-@pytest.mark.parametrize("num_heads, num_kv_heads, head_size, window", [(16, 2, 64, 0), (6, 2, 64, 33), (4, 2, 256, 7)])
-def test_decode_with_sinks_and_a_soft_cap(num_heads, num_kv_heads, head_size, window, sinks, softcap):
-    check_decode([70, 0, 3], num_heads, num_kv_heads, head_size, 64, torch.float32, window, sinks, softcap)
-
-
-@pytest.mark.parametrize("sinks, softcap", [(True, 0.0), (True, 2.0)])
-@pytest.mark.parametrize("programs_per_sm", [2, 16])
-@pytest.mark.parametrize("window", [0, 40])
-def test_decode_counts_sinks_once(cut, programs_per_sm, window, sinks, softcap):
-    """Splits that begin and end inside sequences; sequences of one split, of several, of none."""
-    cut(programs_per_sm)
-    check_decode(UNEVEN, 3, 1, 32, 32, torch.float32, window, sinks, softcap)
 
 
 @pytest.mark.parametrize("sink", [-1e4, 1e4])
@@ -370,38 +468,6 @@ def test_decode_result_is_that_of_the_sequence_alone():
 
 
 # --------------------------------------------------------------------------------------------------- prefill
-
-
-# a prefix hit, a chunk, one token after a prefix, nothing new, and a whole prompt, in one launch
-SPANS = [(20, 84), (33, 65), (1, 77), (0, 16), (40, 40)]
-PREFILLS = [
-    *(([(n, n) for n in lens], 4, 2, 32, block_size, FP32)  # whole prompts
-      for block_size, lens in ((16, (1, 15, 17)), (48, (1, 47, 49)), (64, (1, 63, 65)), (256, (1, 70)))),
-    *((SPANS, 4, 2, 32, block_size, FP32) for block_size in (16, 64)),
-    *(([(19, 19), (7, 40)], 2 * group, 2, 32, 16, FP32) for group in (1, 3, 8, *at_night(2, 4, 5, 7, 16))),
-    *(([(150, 170)], group, 1, 32, 64, torch.float16) for group in (1, 2, 7)),  # more rows than one program takes
-    # tiles that the window cuts, tiles without a mask, tiles with both masks; whole prompts and prefix hits
-    *(([(20, 84), (33, 165), (1, 77), (0, 16), (70, 70)], 4, 2, 32, n, FP32, window)
-      for n, window in ((16, 1), (64, 7), (16, 33), (64, 100), *at_night((16, 16), (64, 32), (16, 64), (16, 500)))),
-    *(([(150, 170), (30, 300)], 14, 2, 32, 64, torch.float16, window) for window in (5, 128)),  # large tiles
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("args", PREFILLS, ids=str)
-def test_prefill(args):
-    check_prefill(*args)
-
-
-@pytest.mark.parametrize("head_size", [32, 64, 80, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
-def test_prefill_head_sizes_and_types(head_size, dtype):
-    check_prefill([(35, 35), (3, 70)], 4, 2, head_size, 64, dtype)
-
-
-@pytest.mark.parametrize("sinks, softcap", [(True, 0.0), (False, 2.0), (True, 2.0)])
-@pytest.mark.parametrize("num_heads, num_kv_heads, head_size, window", [(16, 2, 64, 0), (6, 2, 64, 33), (4, 2, 256, 7)])
-def test_prefill_with_sinks_and_a_soft_cap(num_heads, num_kv_heads, head_size, window, sinks, softcap):
-    check_prefill(SPANS, num_heads, num_kv_heads, head_size, 64, torch.float32, window, sinks, softcap)
 
 
 def test_prefill_in_chunks_is_the_whole():
@@ -466,111 +532,6 @@ def test_sm90_prefill_of_more_sequences_than_a_launch_takes(monkeypatch):
 
 
 # --------------------------------------------------------------------------------------------- only on a GPU
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(
-    "contexts",
-    [[4096], [128] * 8, [4000] + [100] * 255, [100 + 37 * i % 1400 for i in range(256)], [33] * 600],
-    ids=["one", "eight", "one long", "ragged", "many"],
-)
-def test_decode_at_size(contexts, dtype):
-    check_decode(contexts, 16, 8, 128, 256, dtype)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("window", [0, 128, 500])
-@pytest.mark.parametrize("num_heads, num_kv_heads, head_size", [(32, 8, 64), (28, 4, 128), (14, 2, 64), (8, 4, 256)])
-@pytest.mark.parametrize("num_seqs", [1, 8, 256])
-def test_decode_of_other_heads_at_size(num_seqs, num_heads, num_kv_heads, head_size, window):
-    contexts = [1500 - 37 * i % 1400 for i in range(num_seqs)]
-    check_decode(contexts, num_heads, num_kv_heads, head_size, 256, torch.bfloat16, window)
-
-
-# gpt-oss; Gemma 2 27b, 9b and 2b
-OTHER_SCORES = [(64, 8, 64, True, 0.0), (32, 16, 128, False, 3.0), (16, 8, 256, False, 3.0), (8, 4, 256, False, 3.0),
-                (16, 4, 128, True, 3.0)]  # fmt: skip
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("window", [0, 128])
-@pytest.mark.parametrize("num_heads, num_kv_heads, head_size, sinks, softcap", OTHER_SCORES)
-@pytest.mark.parametrize("num_seqs, dtype", [(1, torch.bfloat16), (8, torch.float32), (256, torch.bfloat16)])
-def test_decode_with_sinks_and_a_soft_cap_at_size(
-    num_seqs, dtype, num_heads, num_kv_heads, head_size, sinks, softcap, window
-):
-    contexts = [1500 - 37 * i % 1400 for i in range(num_seqs)]
-    check_decode(contexts, num_heads, num_kv_heads, head_size, 256, dtype, window, sinks, softcap)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("window", [0, 128])
-@pytest.mark.parametrize("num_heads, num_kv_heads, head_size, sinks, softcap", OTHER_SCORES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_prefill_with_sinks_and_a_soft_cap_at_size(
-    dtype, num_heads, num_kv_heads, head_size, sinks, softcap, window
-):
-    spans = [(700, 700), (64, 1088), (1, 1500), (333, 900)]
-    check_prefill(spans, num_heads, num_kv_heads, head_size, 256, dtype, window, sinks, softcap)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("block_size", [16, 256])
-def test_prefill_at_size(block_size):
-    check_prefill([(700, 700), (64, 1088), (1, 1500), (333, 900)], 16, 8, 128, block_size, torch.bfloat16)
-
-
-# (new tokens, context): whole prompts, prefixes, chunks, one token, nothing new; longest below and above 1024
-SM90_SPANS = {
-    "short": [(70, 70), (64, 300), (1, 77), (0, 16), (33, 97), (5, 5)],
-    "ragged": [(700, 700), (64, 1088), (1, 1500), (333, 900), (128, 128), (129, 129)],
-    "long": [(2048, 2048), (1024, 3000), (17, 17)],
-    "many": [(1 + 13 * i % 90, 1 + 13 * i % 90 + 7 * i % 200) for i in range(256)],
-    "more than a launch takes": [(1 + 13 * i % 90, 1 + 13 * i % 90 + 7 * i % 200) for i in range(600)],
-}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("spans", SM90_SPANS)
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 16])
-@pytest.mark.parametrize("head_size", [64, 128])
-@pytest.mark.parametrize("dtype, block_size", [(torch.bfloat16, 256), (torch.float16, 128)])
-def test_sm90_prefill(spans, group, head_size, dtype, block_size):
-    check_sm90_prefill(spans, group, head_size, dtype, block_size)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("spans", SM90_SPANS)
-@pytest.mark.parametrize(
-    "group, head_size, window", [(1, 64, 200), (2, 128, 1), (2, 128, 64), (2, 128, 1000), (7, 128, 100)]
-)
-def test_sm90_prefill_with_a_window(spans, group, head_size, window):
-    """Shorter than a query tile, a key tile, many key tiles; the parts of the key loop in every combination."""
-    check_sm90_prefill(spans, group, head_size, torch.bfloat16, 256, window)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("spans", SM90_SPANS)
-@pytest.mark.parametrize("group, head_size, window", [(8, 64, 0), (8, 64, 128), (2, 128, 0), (7, 128, 100)])
-def test_sm90_prefill_with_sinks(spans, group, head_size, window):
-    check_sm90_prefill(spans, group, head_size, torch.bfloat16, 256, window, sinks=True)
-
-
-def check_sm90_prefill(spans, group, head_size, dtype, block_size, window=0, sinks=False):
-    prefill_sm90 = pytest.importorskip("nanovllm.kernels.attention.prefill_sm90", exc_type=ImportError)
-    if not launch.is_sm90(torch.device("cuda")):
-        pytest.skip("needs a Hopper GPU")
-    spans = SM90_SPANS[spans]
-    _, args, _ = check_prefill(spans, 2 * group, 2, head_size, block_size, dtype, window, sinks)
-    options = {"window": window, **scores_options(2 * group, dtype, sinks, 0.0)}
-    q, k, max_seqlen_q = args[0], args[1], max(new for new, _ in spans)
-    assert prefill_sm90.supports(q, k, max_seqlen_q) and not prefill_sm90.supports(q, k, max_seqlen_q, softcap=3.0)
-    first = prefill.paged_prefill_attention(*args, max_seqlen_q, **options)
-    for _ in range(3):  # no race, and nothing is left from launch to launch
-        assert torch.equal(prefill.paged_prefill_attention(*args, max_seqlen_q, **options), first)
-    torch.cuda.synchronize()
-    assert launch.zero_counters(1, q.device).count_nonzero() == 0
 
 
 @pytest.mark.gpu

@@ -1,13 +1,11 @@
-"""The kernels' FP8 KV cache against the plain twins: stores, attention, the needle in a long context.
+"""The kernels' FP8 KV cache against the plain twins: stores, and the needle in a long context.
 
-Kernels are compiled on a GPU, interpreted elsewhere (25 s). Slots that no token owns hold NaN.
+Kernels are compiled on a GPU, interpreted elsewhere. Slots that no token owns hold NaN. test_attention.py has the table
+of the attention kernels.
 """
-
-from functools import partial
 
 import pytest
 import torch
-from helpers import interpret_fp8_exactly
 
 from nanovllm.kernels.attention import decode, prefill, reference
 from nanovllm.kernels.linear import dispatch, norm_rope_store
@@ -15,46 +13,12 @@ from nanovllm.kernels.linear import reference as linear_reference
 from nanovllm.kernels.linear.reference import Weight, quantize
 from nanovllm.quantization.fp8.numbers import E4M3
 
-from . import DEVICE, EPS, another, make_epilogue, randn, test_attention
-from .test_attention import OTHER_SCORES, SM90_SPANS, SPANS, PagedCache, check, oracle
+from . import DEVICE, EPS, another, make_epilogue, randn
+from .test_attention import FP8Cache, check, uneven_scales
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = pytest.mark.usefixtures("poisoned", "exact_fp8")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ALL_E4M3 = torch.arange(256, dtype=torch.uint8).view(E4M3)
-
-
-@pytest.fixture(autouse=True)
-def exact_downcast(monkeypatch):
-    if DEVICE == "cpu":
-        interpret_fp8_exactly(monkeypatch)
-
-
-def uneven_scales(num_kv_heads):
-    """fp32 [2, K]: neither powers of two nor alike."""
-    return 0.01 * torch.arange(1, 2 * num_kv_heads + 1, device=DEVICE).view(2, num_kv_heads).float() + 0.003
-
-
-class FP8Cache(PagedCache):
-    """A poisoned FP8 KV cache with uneven scales, and values that use most of e4m3's range."""
-
-    def __init__(self, contexts, num_kv_heads, head_size, block_size, dtype, **options):
-        super().__init__(contexts, num_kv_heads, head_size, block_size, dtype, **options)
-        self.kv_scale = uneven_scales(num_kv_heads)
-        self.kernel_options = {"kv_scale": self.kv_scale}
-        self.k, self.v = (
-            quantize(x.flatten(0, 1), scale).view(x.shape)
-            for x, scale in zip((self.k.float(), self.v.float()), self.kv_scale, strict=True)
-        )
-
-
-    def oracle(self, op, q, k, v, *rest, **options):
-        """The twin in fp64 on a cache that was dequantized as a whole: knows nothing of FP8."""
-        k, v = (x.double() * scale.double()[:, None] for x, scale in zip((k, v), self.kv_scale, strict=True))
-        return oracle(op, q, k, v, *rest, **options)
-
-
-check_decode = partial(test_attention.check_decode, make_cache=FP8Cache)
-check_prefill = partial(test_attention.check_prefill, make_cache=FP8Cache)
 
 
 # ---------------------------------------------------------------------------------------------------- attention
@@ -75,38 +39,6 @@ def test_twins_dequantize(group, window, dtype):
     args = (cache.queries(sum(new), 2 * group, 2), *args[1:3], cu_seqlens, *args[3:7], max(new))
     expected = cache.oracle(reference.paged_prefill_attention, *args, window=window)
     check(cache, reference.paged_prefill_attention(*args, **options), expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_size, group", [(32, 1), (64, 2), (128, 8), (256, 5)])
-def test_decode(head_size, group, dtype):
-    check_decode([70, 0, 3], 2 * group, 2, head_size, 16, dtype)
-
-
-@pytest.mark.parametrize("sinks, softcap", [(True, 0.0), (False, 2.0), (True, 2.0)])
-@pytest.mark.parametrize("num_heads, num_kv_heads, head_size, window", [(16, 2, 64, 20), (4, 2, 256, 0)])
-def test_sinks_and_a_soft_cap(num_heads, num_kv_heads, head_size, window, sinks, softcap):
-    """A soft cap is of scores with the keys' scales in them."""
-    options = {"window": window, "sinks": sinks, "softcap": softcap}
-    check_decode([70, 0, 3], num_heads, num_kv_heads, head_size, 16, torch.float16, **options)
-    check_prefill([(20, 84), (1, 77), (0, 16)], num_heads, num_kv_heads, head_size, 16, torch.float16, **options)
-
-
-@pytest.mark.parametrize("block_size, window", [(16, 0), (256, 0), (48, 33)])
-def test_decode_in_many_splits(block_size, window, cut):
-    cut()
-    check_decode([130, 47, 0, 1, 16], 6, 2, 32, block_size, torch.float16, window)
-
-
-def test_decode_by_several_programs_for_each_kv_head(cut):
-    cut(2, kv_head_programs=3)
-    check_decode([70, 5], 12, 2, 32, 16, torch.float16)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_size, group, window", [(32, 1, 0), (128, 3, 0), (64, 2, 40)])
-def test_prefill(head_size, group, window, dtype):
-    check_prefill(SPANS, 2 * group, 2, head_size, 16, dtype, window)
 
 
 @pytest.mark.parametrize("context", [2_000, pytest.param(32_000, marks=pytest.mark.gpu)])
@@ -138,38 +70,6 @@ def test_needle_in_a_long_context(op, context):
         attend = (decode if op == "decode" else reference).paged_decode_attention
         out = attend(q[:1], k, v, *last, scale, context, kv_scale=kv_scale)
     torch.testing.assert_close(out.float(), torch.full_like(out.float(), 2.0 * (-3.0 + 1.0) / 2), rtol=2e-3, atol=2e-3)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("num_heads, num_kv_heads, head_size", [(16, 8, 128), (32, 8, 128), (14, 2, 64), (8, 4, 256)])
-@pytest.mark.parametrize("num_seqs", [1, 8, 256])
-def test_decode_at_size(num_seqs, num_heads, num_kv_heads, head_size, dtype):
-    for window in (0, 500):
-        contexts = [1500 - 37 * i % 1400 for i in range(num_seqs)]
-        check_decode(contexts, num_heads, num_kv_heads, head_size, 256, dtype, window)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("spans", SM90_SPANS)
-@pytest.mark.parametrize(
-    "group, head_size, window",
-    [(1, 64, 0), (2, 128, 0), (5, 64, 0), (8, 128, 0), (2, 128, 64), (7, 128, 100), (1, 64, 1)],
-)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_prefill_at_size(spans, group, head_size, window, dtype):
-    check_prefill(SM90_SPANS[spans], 2 * group, 2, head_size, 256, dtype, window)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_heads, num_kv_heads, head_size, sinks, softcap", OTHER_SCORES)
-@pytest.mark.parametrize("window", [0, 128])
-def test_sinks_and_a_soft_cap_at_size(window, num_heads, num_kv_heads, head_size, sinks, softcap):
-    heads, options = (num_heads, num_kv_heads, head_size, 256, torch.bfloat16), (window, sinks, softcap)
-    for num_seqs in (1, 8, 256):
-        check_decode([1500 - 37 * i % 1400 for i in range(num_seqs)], *heads, *options)
-    for spans in ("short", "ragged"):
-        check_prefill(SM90_SPANS[spans], *heads, *options)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""The linear-layer kernels against their twins, and the twins against other formulas.
+"""The linear layers' matrix products against their twins, and the twins against other formulas.
 
 Compiled where there is a GPU, under Triton's interpreter elsewhere. Whatever a kernel allocates is poisoned first, so
 that an element it forgets to write cannot pass.
@@ -11,21 +11,15 @@ import torch
 import triton
 
 from nanovllm.kernels.launch import is_sm90
-from nanovllm.kernels.linear import dispatch, gemv, norm, norm_rope_store, reference, silu_and_mul
+from nanovllm.kernels.linear import dispatch, gemv, reference
 from nanovllm.kernels.linear.norm import SplitKPartials
 from nanovllm.kernels.linear.reference import QKVEpilogue, Tokens, Weight
 
 from . import DEVICE, EPS, another, make_cos_sin, make_epilogue, rand, randn, sm90_module
+from .table import DTYPES, TOLERANCE, assert_close
 
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-DTYPES = [torch.float32, torch.bfloat16]
 ACTS = ["silu", "gelu_tanh"]
 pytestmark = pytest.mark.usefixtures("poisoned")
-
-
-def assert_close(actual, expected, scale=1.0):
-    tolerance = TOLERANCE[expected.dtype] * scale
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def assert_as_accurate(actual, exact, twin):
@@ -131,146 +125,6 @@ def test_the_twins_honour_the_scale_of_a_weight(data_dtype, num_groups):
     norm_weight = rand(32)
     q = reference.qkv_linear(x, Weight(data, scale), None, norm_weight, EPS, epilogue)
     assert_close(q, reference.qkv_linear(x, scaled, None, norm_weight, EPS, epilogue))
-
-
-# Kernels against the twins.
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_tokens, num_channels", [(0, 64), (1, 64), (5, 100), (3, 1030)])
-def test_rms_norm(num_tokens, num_channels, dtype):
-    x = randn(num_tokens, num_channels + 6, dtype=dtype)[:, 3 : 3 + num_channels]
-    before = x.clone()
-    weight = rand(num_channels, dtype=dtype)
-    assert_close(norm.rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS))
-    assert torch.equal(x, before)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("split_k, num_tokens, num_channels", [(1, 1, 64), (4, 5, 100), (2, 3, 1030)])
-def test_rms_norm_reduces_split_k_partials_into_their_residual(split_k, num_tokens, num_channels, dtype):
-    packed = randn(num_tokens, num_channels + 6, dtype=dtype)
-    padding, residual = packed[:, num_channels:].clone(), packed[:, :num_channels]
-    partials, weight = randn(split_k, num_tokens, num_channels), rand(num_channels, dtype=dtype)
-    expected = (residual.float() + partials.sum(0)).to(dtype)
-    x = SplitKPartials(residual, partials)
-    assert len(x) == num_tokens
-    y = norm.rms_norm(x, weight, EPS)
-    assert x.residual is residual
-    assert_close(residual, expected)
-    assert_close(y, reference.rms_norm(expected, weight, EPS))
-    assert torch.equal(packed[:, num_channels:], padding)
-    last = torch.tensor([num_tokens - 1], device=DEVICE)
-    assert torch.equal(x[last], residual[last])
-
-
-# a weight in fp32: an offset was added to it
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("weight_dtype", DTYPES)
-@pytest.mark.parametrize("num_tokens, num_channels", [(0, 64), (1, 64), (5, 100), (3, 1030)])
-def test_add_post_norm(num_tokens, num_channels, weight_dtype, dtype):
-    packed = randn(num_tokens, num_channels + 6, dtype=dtype)
-    residual, padding = packed[:, :num_channels], packed[:, num_channels:].clone()
-    x = 3 * randn(num_tokens, num_channels + 2, dtype=dtype)[:, 1:-1]
-    weight = rand(num_channels, dtype=weight_dtype)
-    expected = reference.add_post_norm(x, weight, EPS, residual)
-    y = norm.add_post_norm(x, weight, EPS, residual)
-    assert y.data_ptr() == residual.data_ptr() and expected.dtype == dtype
-    assert_close(y, expected, scale=3)  # three roundings of numbers up to 4
-    assert torch.equal(packed[:, num_channels:], padding)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_tokens, q_size, k_size", [(0, 64, 64), (1, 64, 32), (5, 96, 32), (3, 1024, 1024)])
-@pytest.mark.parametrize("given", [False, True])
-def test_qk_rms_norm(num_tokens, q_size, k_size, given, dtype):
-    """``given``: the mean squares are those of more heads than this rank's."""
-    total = q_size + 2 * k_size
-    packed = randn(num_tokens, total + 5, dtype=dtype)
-    padding, qkv = packed[:, total:].clone(), packed[:, :total]
-    weights = randn(q_size, dtype=dtype), randn(k_size, dtype=dtype)
-    mean_squares = 1 + randn(2, num_tokens).square() if given else None
-    expected = reference.qk_rms_norm(qkv, *weights, EPS, mean_squares)
-    q, k, v = qkv.split([q_size, k_size, k_size], dim=1)
-    if not given:
-        alone = [reference.rms_norm(x, weight, EPS) for x, weight in zip((q, k), weights, strict=True)]
-        assert_close(expected, torch.cat([*alone, v], dim=1), scale=3)
-    y = norm.qk_rms_norm(qkv, *weights, EPS, mean_squares)
-    assert y.data_ptr() == qkv.data_ptr()
-    assert_close(y, expected, scale=3)
-    assert torch.equal(packed[:, total:], padding)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_tokens, size", [(0, 8), (1, 8), (3, 100), (2, 1500)])
-@pytest.mark.parametrize("act", ACTS)
-def test_act_and_mul(num_tokens, size, act, dtype):
-    x = (randn(num_tokens, 2 * size + 5, dtype=dtype) * 2)[:, : 2 * size]
-    assert_close(silu_and_mul.act_and_mul(x, act), reference.act_and_mul(x, act))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_tokens, size", [(0, 8), (1, 8), (3, 100), (2, 1500)])
-def test_sigmoid_gate(num_tokens, size, dtype):
-    x, packed = randn(num_tokens, size, dtype=dtype), randn(num_tokens, 2 * size + 5, dtype=dtype) * 4
-    gate = packed[:, 5 : 5 + size]
-    expected = reference.sigmoid_gate(x, gate)
-    result = silu_and_mul.sigmoid_gate(x, gate)
-    assert result is x
-    assert_close(result, expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_rows, num_columns", [(0, 8), (1, 8), (3, 100), (2, 1500)])
-def test_soft_cap(num_rows, num_columns, dtype):
-    """Of numbers far below the cap, about it, and far beyond it."""
-    x = (randn(num_rows, num_columns + 5, dtype=dtype) * 40)[:, :num_columns]
-    x[:, ::7] *= 1e-3
-    x[:, 3] = 4e4
-    expected = reference.soft_cap(x, 30.0)
-    result = silu_and_mul.soft_cap(x, 30.0)
-    assert result is x
-    assert_close(result, expected)
-
-
-def check_norm_rope_store(num_tokens, num_heads, num_kv_heads, head_dim, dtype, with_norm=True, with_cache=True):
-    width, kv_width = (num_heads + 2 * num_kv_heads) * head_dim, num_kv_heads * head_dim
-    packed = randn(num_tokens, width + 8, dtype=dtype)
-    qkv, kv_and_padding = packed[:, :width], packed[:, width - 2 * kv_width :].clone()
-    epilogue = make_epilogue(num_tokens, num_heads, num_kv_heads, head_dim, dtype, with_norm)
-    if not with_cache:
-        epilogue = epilogue._replace(k_cache=epilogue.k_cache[:0], v_cache=epilogue.v_cache[:0])
-    twins = another(epilogue)
-    expected = reference.norm_rope_store(qkv, *twins)
-    actual = norm_rope_store.norm_rope_store(qkv, *epilogue)
-    assert actual.shape == (num_tokens, num_heads, head_dim)
-    assert_close(actual, expected, scale=2)
-    for name in ("k_cache", "v_cache"):
-        assert_close(getattr(epilogue, name), getattr(twins, name), scale=2)
-    assert torch.equal(packed[:, width - 2 * kv_width :], kv_and_padding)
-    if num_tokens > 0:
-        assert actual.data_ptr() == qkv.data_ptr()  # a view of qkv, written in place
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_tokens", [0, 1, 6])
-def test_norm_rope_store(num_tokens, dtype):
-    check_norm_rope_store(num_tokens, 5, 2, 32, dtype)
-
-
-def test_norm_rope_store_in_larger_programs():
-    check_norm_rope_store(70, 3, 1, 16, torch.float32)
-
-
-@pytest.mark.parametrize("with_norm, with_cache", [(False, True), (True, False)])
-def test_norm_rope_store_without(with_norm, with_cache):
-    check_norm_rope_store(5, 4, 2, 16, torch.float32, with_norm, with_cache)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_tokens", [1, 64, 4097])
-def test_norm_rope_store_at_model_size(num_tokens):
-    check_norm_rope_store(num_tokens, 16, 8, 128, torch.bfloat16)
 
 
 # Matrix products.

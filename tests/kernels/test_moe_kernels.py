@@ -363,7 +363,7 @@ def as_multiplied(x, weight):
 ON_HOPPER = DEVICE == "cuda" and is_sm90(torch.device("cuda"))
 # C, E, I, groups: per feature; blocks; blocks that a shard cuts; fewer than 16 channels, or no multiple of them
 FP8_SHAPES = [
-    (64, 16, 48, (0, 0)), (128, 8, 96, (64, 32)), (96, 5, 48, (32, 16)), (48, 3, 24, (16, 8)), (24, 3, 16, (0, 0)),
+    (64, 16, 48, (0, 0)), (128, 8, 64, (64, 32)), (96, 5, 48, (32, 16)), (48, 3, 24, (16, 8)), (24, 3, 16, (0, 0)),
 ]  # fmt: skip
 
 
@@ -375,7 +375,7 @@ def test_fp8_experts(shape, num_tokens, dtype):
     """One token or few, in 16 bits: as the twin. More on Hopper: quantized, where scales allow it."""
     C, E, I, groups = shape
     padding = [1] if num_tokens > 1 else []
-    problem = FP8Problem(num_tokens, C, E, I, groups, routing=Routing(min(3, E)), dtype=dtype, padding=padding)
+    problem = FP8Problem(num_tokens, C, E, I, groups, routing=Routing(2), dtype=dtype, padding=padding)
     if num_tokens > dispatch.MAX_TOKENS_GEMV and ON_HOPPER and dtype != torch.float32:
         live = problem.slots >= 0
         assert_quantized_close(whole(problem.run(dispatch.fused_moe))[live], problem.run_w8a8()[live])
@@ -426,7 +426,7 @@ def int4_experts(weight, group, symmetric, dtype):
 
 
 @pytest.mark.parametrize("C, E, I, groups", [
-    (64, 16, 96, (64, 32)), (192, 5, 64, (32, 64)), (160, 4, 32, (160, 32)), (128, 3, 48, (128, 16)),
+    (64, 16, 96, (64, 32)), (96, 5, 64, (32, 64)), (160, 4, 32, (160, 32)), (128, 3, 48, (128, 16)),
 ])  # fmt: skip
 @pytest.mark.parametrize("num_tokens, dtype, symmetric", [
     (0, torch.float32, True), (1, HALF, False), (3, torch.float32, True), (7, torch.float32, False), (7, HALF, True),
@@ -435,7 +435,7 @@ def int4_experts(weight, group, symmetric, dtype):
 def test_int4_experts(num_tokens, dtype, symmetric, C, E, I, groups):
     """One token or few row by row, more in tiles; groups of 16 units are dequantized."""
     padding = [1] if num_tokens > 1 else []
-    problem = Problem(num_tokens, C, E, I, routing=Routing(min(3, E)), dtype=dtype, padding=padding)
+    problem = Problem(num_tokens, C, E, I, routing=Routing(2), dtype=dtype, padding=padding)
     problem.weights = [
         int4_experts(weight, group, symmetric, dtype)
         for weight, group in zip((problem.gate_up, problem.down), groups, strict=True)
@@ -680,21 +680,6 @@ def test_which_shared_experts_are_taken():
     assert not dispatch.takes_shared_expert(4, fp8, fp8.expert(0), routing)
     groups = Routing(3, num_groups=5, top_groups=2)
     assert not dispatch.takes_shared_expert(4, experts, Weight(randn(24, 32)), groups)
-
-
-# The shared expert's gate and sum.
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
-@pytest.mark.parametrize("add_residual", [False, True])
-@pytest.mark.parametrize("has_gate", [False, True])
-def test_add_shared_expert(dtype, add_residual, has_gate):
-    T, C = 5, 72
-    residual = randn(T, 2 * C, dtype=dtype)[:, :C]
-    args = residual, randn(C, dtype=dtype), EPS, randn(1, C, dtype=dtype) if has_gate else None, add_residual
-    shared = randn(T, C, dtype=dtype)
-    expected = reference.add_shared_expert(shared.clone(), *args)
-    assert_close(shared_expert.add_shared_expert(shared, *args), expected)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 40])

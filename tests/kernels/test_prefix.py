@@ -13,9 +13,11 @@ from nanovllm.kernels.attention import decode, prefix, reference
 from nanovllm.kernels.attention.reference import SHARED_TOKENS, PrefixGroups
 
 from . import DEVICE
-from .test_attention import BF16, OTHER_SCORES, TOLERANCE, PagedCache, check, oracle, scores_options
+from .table import call, each_once
+from .test_attention import OTHER_SCORES, SCORES, TOLERANCE, TYPES, PagedCache, check, oracle, scores_options
 
 pytestmark = pytest.mark.usefixtures("poisoned")
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
 def shared_cache(groups, own, num_kv_heads, head_size, block_size, dtype, spare=0):
@@ -106,66 +108,39 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(decode, "decode_config", lambda *_: decode.DecodeConfig(32, 2, 2, programs_per_sm=3))
 
 
-@pytest.mark.parametrize("size", [2, 31, *at_night(1, 7, 70)])
-def test_group_sizes(size):
-    check_shared([(size, SHARED_TOKENS)], [5, 0, 70], 4, 1, 32, 16, torch.float32)
+GROUPS = [[(9, 640)], [(2, 512), (1, 128), (5, 256)], *at_night([(3, 1024), (4, 128)])]
+AT_SIZE = [([(200, 512)], []), ([(24, 512)] * 8, []), ([(16, 8192)], [300] * 20),
+           ([(i, 256) for i in range(8, 20)], [7])]  # fmt: skip
+TWO, TWO_OWN = [(70, 1024), (9, 2048)], [100, 900]
+CASES = [  # with splits in ``small_tiles``
+    *(call(check_shared, [(size, SHARED_TOKENS)], [5, 0, 70], 4, 1, 32, 16, FP32)
+      for size in (2, 31, *at_night(1, 7, 70))),
+    *(call(check_shared, [(5, SHARED_TOKENS)], [20], 2 * group, 2, 32, 64, FP32)
+      for group in (1, 3, 8, *at_night(2, 4, 7, 16))),
+    *(call(check_shared, [(3, 2 * SHARED_TOKENS)], [1, 90], 4, 1, D, 64, dtype)
+      for D, dtype in each_once((64, 80, 128), TYPES)),
+    # one group and several, of different lengths; tiles with one split beside others with many; counters are reset
+    *(call(check_shared, groups, [0, 33, 100], 4, 1, 32, n, FP32, launches=2, splits={})
+      for groups, n in each_once(GROUPS, (16, 128))),
+    # a prefix counts no sink; the sequence does, once, whether its own tokens are one split or several
+    *(call(check_shared, [(2, 512), (3, 128)], [0, 33, 100], 6, 2, 32, 16, FP32, **scores, splits={})
+      for scores in SCORES),
+    call(check_shared, [], [40, 3, 0], 4, 2, 32, 16, FP32),  # as a graph's launch may be: decode is plain
+    # on a GPU
+    *(call(check_shared, *groups, 16, 8, 128, 256, dtype, spare=20, launches=3, gpu=True)
+      for groups in AT_SIZE for dtype in (BF16, FP16, FP32)),
+    *(call(check_shared, TWO, TWO_OWN, 4 * group, 4, D, 256, BF16, launches=3, gpu=True)
+      for group in (1, 2, 4, 7, 8, 16) for D in (64, 128, 256)),
+    *(call(check_shared, TWO, TWO_OWN, *heads, 256, BF16, 2, 3, sinks, softcap, gpu=True)
+      for *heads, sinks, softcap in OTHER_SCORES),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("gqa_group", [1, 3, 8, *at_night(2, 4, 7, 16)])
-def test_grouped_heads(gqa_group):
-    check_shared([(5, SHARED_TOKENS)], [20], 2 * gqa_group, 2, 32, 64, torch.float32)
-
-
-@pytest.mark.parametrize("head_size", [64, 80, 128])
-@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
-def test_head_sizes_and_types(head_size, dtype):
-    check_shared([(3, 2 * SHARED_TOKENS)], [1, 90], 4, 1, head_size, 64, dtype)
-
-
-@pytest.mark.parametrize("block_size", [16, 128])
-@pytest.mark.parametrize("groups", [
-    [(9, 640)], [(2, 512), (1, 128), (5, 256)], *at_night([(3, 1024), (4, 128)]),
-], ids=str)  # fmt: skip
-def test_splits(small_tiles, groups, block_size):
-    """One group and several, of different lengths; tiles with one split beside others with many."""
-    check_shared(groups, [0, 33, 100], 4, 1, 32, block_size, torch.float32, launches=2)  # counters are reset
-
-
-@pytest.mark.parametrize("sinks, softcap", [(True, 0.0), (False, 2.0), (True, 2.0)])
-def test_sinks_and_a_soft_cap(small_tiles, sinks, softcap):
-    """A prefix counts no sink; the sequence does, once, whether its own tokens are one split or several."""
-    groups = [(2, 512), (3, 128)]
-    check_shared(groups, [0, 33, 100], 6, 2, 32, 16, torch.float32, sinks=sinks, softcap=softcap)
-
-
-def test_without_members():
-    """A launch whose groups are all unused, as a graph's may be: it writes nothing and decode is plain."""
-    check_shared([], [40, 3, 0], 4, 2, 32, 16, torch.float32)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(
-    "groups, own",
-    [([(200, 512)], []), ([(24, 512)] * 8, []), ([(16, 8192)], [300] * 20), ([(i, 256) for i in range(8, 20)], [7])],
-    ids=["one", "eight", "long", "many"],
-)
-def test_at_size(groups, own, dtype):
-    check_shared(groups, own, 16, 8, 128, 256, dtype, spare=20, launches=3)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("gqa_group", [1, 2, 4, 7, 8, 16])
-@pytest.mark.parametrize("head_size", [64, 128, 256])
-def test_other_heads_at_size(gqa_group, head_size):
-    check_shared([(70, 1024), (9, 2048)], [100, 900], 4 * gqa_group, 4, head_size, 256, torch.bfloat16, launches=3)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_heads, num_kv_heads, head_size, sinks, softcap", OTHER_SCORES)
-def test_sinks_and_a_soft_cap_at_size(num_heads, num_kv_heads, head_size, sinks, softcap):
-    groups, own = [(70, 1024), (9, 2048)], [100, 900]
-    check_shared(groups, own, num_heads, num_kv_heads, head_size, 256, torch.bfloat16, 2, 3, sinks, softcap)
+@pytest.mark.parametrize("check, args, options, splits", CASES)
+def test_kernels(request, check, args, options, splits):
+    if splits is not None:
+        request.getfixturevalue("small_tiles")
+    check(*args, **options)
 
 
 @pytest.mark.gpu
@@ -199,11 +174,11 @@ def test_in_a_cuda_graph_that_follows_new_groups(pdl, monkeypatch):
     assert launch.zero_counters(1, q.device).count_nonzero() == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("dtype", TYPES[:2])
 @pytest.mark.parametrize("gqa_group", [1, 4])
 def test_fp8_cache(gqa_group, dtype):
     """Keys' scales in the scores, values' at the end: of what the prefix left as of a sequence's own tokens."""
-    cache, groups = shared_cache([(20, 2 * SHARED_TOKENS), (9, SHARED_TOKENS)], [5, 0, 70], 2, 32, 64, dtype, spare=1)
+    cache, groups = shared_cache([(9, 2 * SHARED_TOKENS), (3, SHARED_TOKENS)], [5, 0, 70], 2, 32, 64, dtype, spare=1)
     q = cache.queries(len(cache.context_lens), 2 * gqa_group, 2)
     kv_scale = torch.tensor([[0.5, 2.0], [0.25, 4.0]], device=DEVICE)
     k, v = cache.k.to(torch.float8_e4m3fn), cache.v.to(torch.float8_e4m3fn)
