@@ -53,8 +53,8 @@ FEATURES = {
     ),
     "vision": Feature(
         ("engine/images", "messages/images.py", "models/vision.py", "models/vision_rules.py", "models/vision_tower.py",
-         "runner/images.py", "runner/image_attention.py", "verbs/images.py"),
-        r"make_images|VisionPart|ImageVerbs",
+         "runner/images.py", "runner/image_attention.py"),
+        r"make_images|VisionPart",
         ("test_vision.py", "test_vision_api.py", "test_vision_clients.py", "test_vision_families.py"),
     ),
     "prefix_copies": Feature(

@@ -203,7 +203,7 @@ class BlockManager:
         """A waiting sequence was aborted."""
 
     def is_ready(self, seq: Sequence) -> bool:
-        """Whether the inputs of a waiting sequence are in memory, except those that the prefix cache covers."""
+        """Whether a waiting sequence has its inputs in memory, as far as the prefix cache does not cover them."""
         return seq.attachment is None or seq.attachment.is_ready(len(self.find_prefix(seq)) * self.block_size)
 
     def chunk_end(self, seq: Sequence, start: int, stop: int) -> int:

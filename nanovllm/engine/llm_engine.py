@@ -107,15 +107,13 @@ class LLMEngine:
 
         Args:
             prompts: a string, a list of token ids, or ``{"prompt": ...}`` / ``{"prompt_token_ids": ...}``; or a list.
-                With images: ``{"prompt": ..., "multi_modal_data": {"image": image}}``, or a list of images, and a
-                placeholder for each in the text. An image is a PIL image, a numpy array uint8 [H, W, 3], bytes, a
-                data URL, or a path or URL that an option of ``LLM`` allows.
+                A dictionary may have more keys, see ``nanovllm.engine.text.prompts``.
             sampling_params: one for all, or one for each prompt. Default ``get_default_sampling_params()``.
             use_tqdm: show a progress bar; or a function that makes one, called like ``tqdm``.
 
         Returns:
-            One ``RequestOutput`` for each prompt, in their order. Where an image cannot be read, its ``finish_reason``
-            is "error" and its ``stop_reason`` says why.
+            One ``RequestOutput`` for each prompt, in their order. If a file of a prompt cannot be read, the
+            ``finish_reason`` is "error" and the ``stop_reason`` says why.
 
         Raises:
             RequestError: a prompt can never be served, or the counts differ; nothing was computed.

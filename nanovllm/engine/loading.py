@@ -48,7 +48,7 @@ class Loading:
 
 
 class Attachments:
-    """What an engine makes of prompts that hold more than tokens. These are the defaults: it takes none.
+    """Encodes prompts that hold more than tokens, for one engine. The defaults take no such prompt.
 
     Attributes:
         placeholder: text of an input in a conversation, for chat templates that take strings.
@@ -113,7 +113,7 @@ class LoadingQueue:
             sleep(POLL_S / 10)
 
     def _begin(self) -> None:
-        """Let inputs load as far as there is room; those of the first request always load."""
+        """Let inputs load as far as there is room; the first request always loads its inputs."""
         while self._waiting and (not self._loading or (self._num_ahead < MAX_AHEAD and self._has_room())):
             request = self._waiting.popleft()
             if request.loading is not None:

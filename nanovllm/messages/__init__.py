@@ -28,7 +28,7 @@ class Attachment:
     token_ids: np.ndarray
 
     def is_ready(self, start: int) -> bool:
-        """Whether the inputs of tokens from ``start`` on are in memory; begins to load those that are not."""
+        """Whether the inputs of tokens from ``start`` on are in memory; begins to load missing ones."""
         return True
 
     def chunk_end(self, start: int, stop: int) -> int:

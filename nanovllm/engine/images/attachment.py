@@ -53,7 +53,7 @@ class Images(Attachment):
         self._positions = vision.positions(is_image, [image.grid for image in images]) if vision.section else None
 
     def is_ready(self, start: int) -> bool:
-        """Whether the pixels of images from token ``start`` on are in memory; begins to load those that are not."""
+        """Whether the pixels of images from token ``start`` on are in memory; begins to load missing ones."""
         first = self._row[min(start, len(self.token_ids))]
         for i, (image, end) in enumerate(zip(self._images, self._first_rows[1:], strict=True)):
             if end > first and self._pixels[i] is None:
