@@ -1,8 +1,8 @@
 """Forms of prompts: one prompt, many, token ids. ``checks.py`` has their limits.
 
 A prompt with images is ``{"prompt": ..., "multi_modal_data": {"image": image}}``, with one image or a list, and a
-placeholder for each in the text. An image is a PIL image, a numpy array uint8 [H, W, 3], bytes, a data URL, or a path or
-URL that an option of ``LLM`` allows.
+placeholder for each in the text. An image is a PIL image, a numpy array uint8 [H, W, 3], bytes, a data URL, or a path
+or URL that an option of ``LLM`` allows.
 """
 
 from array import array
