@@ -112,7 +112,7 @@ def test_logits_are_those_of_transformers(checkpoint):
     path, twin, _ = checkpoint
     ids, images = PROMPTS[0]
     with engine(path, max_num_seqs=1) as llm:
-        prompt = llm._inputs.attachments.encode(given(ids, images))[1].prompt_ids.tolist()
+        prompt = llm._inputs.attachments.encode(given(ids, images))[1].attachment().prompt_ids.tolist()
         _, (logits,) = generate_with_logits_of(llm, prompt, images)
     expected = twin.logits(ids, images)[-1]
     assert (logits[0] - expected).abs().max() <= 1e-5 * expected.abs().max()
@@ -596,7 +596,7 @@ def test_images_that_attend_both_ways_differ_from_causal_ones(gemma3, monkeypatc
     monkeypatch.setattr(images, "blocks_of", lambda *args: [])
     ids, chosen = PROMPTS[0]
     with engine(path, max_num_seqs=1) as llm:
-        prompt = llm._inputs.attachments.encode(given(ids, chosen))[1].prompt_ids.tolist()
+        prompt = llm._inputs.attachments.encode(given(ids, chosen))[1].attachment().prompt_ids.tolist()
         _, (logits,) = generate_with_logits_of(llm, prompt, chosen)
     expected = twin.logits(ids, chosen)[-1]
     assert (logits[0] - expected).abs().max() > 1e-3 * expected.abs().max()

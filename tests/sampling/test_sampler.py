@@ -131,7 +131,7 @@ class Only30(Feature):
     in_place = True
 
     def add(self, new, rows, arrays):
-        return [params.top_k == 30 for params in new.params]
+        return [params.top_k == 30 for params in new.sampling.params]
 
     def apply(self, logits, req_indices):
         logits.values[:, 30 - logits.vocab_start] = 99.0
