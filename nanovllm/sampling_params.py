@@ -337,7 +337,7 @@ class SamplingParams(Parameters):
         return self.structured_outputs is not None or bool(self.bad_words)
 
     @property
-    def looks_at_tokens(self) -> bool:
+    def needs_token_processor(self) -> bool:
         """Whether the host has a part in it: masks, budgets, stops, repetitions, log-probabilities, functions."""
         return self.is_constrained or bool(self.ends_by_content or self.logits_processors) or LOOKED_AT(self) != UNSET
 

@@ -92,7 +92,7 @@ class Norms(Readout):
         rows = [row + each.offset for each in wanted for row in each.rows]
         return NormRows([each.seq_id for each in wanted], [len(each.rows) for each in wanted], int32(rows))
 
-    def take_in(self, values):
+    def add_results(self, values):
         self.values += values.tolist()
 
 

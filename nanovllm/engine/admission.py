@@ -22,7 +22,7 @@ MANY_SEQS = 128
 NUM_COHORTS = 8
 MAX_SEQS = 512  # limit with cohorts. More sequences lengthen a step by as much as they gain (8B in FP8 on an H100)
 MAX_STEPS = 0.9  # cohorts may take at most this share of the steps needed without them: their steps are longer
-MAX_LOOKED_AT = 1024  # waiting sequences that are examined
+MAX_EXAMINED = 1024  # waiting sequences that are examined
 NUM_INTERVALS = 16
 NOBODY = (-1, 0)
 
@@ -33,7 +33,7 @@ class Admission:
         self.missed_tokens = 0  # tokens that free request slots missed in the decode steps since the last prefill
         self.num_expected = 0  # sequences of the call that begins; they are queued a window at a time
         self._cohorts: Cohorts | None = None
-        self._needs: Needs | None = None  # needs of the running and admitted sequences; None while few run
+        self._demand: BlockDemand | None = None  # needs of the running and admitted sequences; None while few run
         self._asked = NOBODY  # last sequence considered since a prefill, and the free request slots then
 
     def waits(self) -> bool:
@@ -61,21 +61,22 @@ class Admission:
 
     def begin(self) -> None:
         """A prefill is being formed."""
-        self._needs = self._plan() if self._cohorts or max(len(self._running), self.num_expected) >= MANY_SEQS else None
+        are_many = max(len(self._running), self.num_expected) >= MANY_SEQS
+        self._demand = self._plan() if self._cohorts or are_many else None
 
     def reserve(self, seq: Sequence) -> int:
         """Reserve the blocks that a sequence will need; returns the blocks to leave for others when it is admitted."""
         self._asked = (seq.seq_id, len(self._table.free_req_indices))
-        return self._needs.add(seq) if self._needs else 0
+        return self._demand.add(seq) if self._demand else 0
 
-    def _plan(self) -> "Needs | None":
+    def _plan(self) -> "BlockDemand | None":
         """Choose the cohorts of a call that begins, and count the needs of many running sequences."""
         if len(self._table.free_req_indices) == len(self._table.seq_id):  # nobody runs or is half computed
             is_large = self.num_expected >= MANY_SEQS
             self._cohorts = plan_cohorts(self._scheduler, self.num_expected) if is_large else None
         self.num_expected = 0
         reserves = self._cohorts is not None or len(self._running) >= MANY_SEQS
-        return Needs(self._scheduler, self._cohorts) if reserves else None
+        return BlockDemand(self._scheduler, self._cohorts) if reserves else None
 
     def _are_full(self) -> bool:
         """Whether all have entered that may by now. A sequence of another length ends the cohorts."""
@@ -116,7 +117,7 @@ def plan_cohorts(scheduler: "Scheduler", num_seqs: int) -> Cohorts | None:
     None where cohorts would save too few decode steps. Sequences of different or unknown lengths end one by one anyway,
     and those that share a prefix take fewer blocks than their lengths say.
     """
-    seqs = list(islice(scheduler.waiting, MAX_LOOKED_AT))
+    seqs = list(islice(scheduler.waiting, MAX_EXAMINED))
     growths = {growth(seq, scheduler.table.tokens.shape[1]) for seq in seqs}
     tokens = max(growths, default=0)
     if tokens < NUM_COHORTS or len(growths) > 1 or any(seq.min_num_tokens < seq.max_num_tokens for seq in seqs):
@@ -136,7 +137,7 @@ def plan_cohorts(scheduler: "Scheduler", num_seqs: int) -> Cohorts | None:
     return Cohorts(size, tokens, seqs[0]) if saves_steps else None
 
 
-class Needs:
+class BlockDemand:
     """Blocks that sequences will take, as far as their lengths are known; and the seats of cohorts.
 
     Time is in decode steps from now, in intervals that end when some sequence does; of many such times some are taken.

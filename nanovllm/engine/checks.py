@@ -64,7 +64,7 @@ class Checks:
                 raise RequestError(f"{name}={k} must be at most max_logprobs={allowed}; see LLM(max_logprobs={k}).")
         if params.min_tokens:
             self._check_min_tokens(params)
-        if params.looks_at_tokens:
+        if params.needs_token_processor:
             self.token_processors.check(params)
         return params
 

@@ -178,7 +178,7 @@ class InputProcessor:
             Completion(ids, params, seq_id, block_size, self._seed(params, seq_id, i), stop_ids, first_id)
             for i, seq_id in enumerate(range(first_id, first_id + params.n))
         ]
-        has_processor = params.looks_at_tokens and request.failure == (None, None)
+        has_processor = params.needs_token_processor and request.failure == (None, None)
         for seq in seqs:
             seq.attachment, seq.finish_reason, seq.stop_reason = request.attachment, *request.failure
             seq.processor = self._token_processors.make(seq) if has_processor else None

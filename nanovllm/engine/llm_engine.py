@@ -200,20 +200,20 @@ class LLMEngine:
         if batch is not None:
             self.model_runner.forward(batch)
         if self._in_flight:
-            done = self._take_in()
+            done = self._process_output()
         if batch is not None:
             self._in_flight.append((batch, self._sample(batch)))
             if self.model_runner.max_in_flight == 0:
-                done = self._take_in()
+                done = self._process_output()
         for caller in self._callers:
             caller.between_steps(self, is_idle=batch is None and not done)
         return done
 
-    def _take_in(self) -> int:
+    def _process_output(self) -> int:
         """Wait for the oldest step in flight, and take in its tokens; returns their number as ``step`` does."""
         batch, handle = self._in_flight.popleft()
         num_tokens = 0
-        for part, result in self.scheduler.steps(batch, handle.wait(), self._outputs.sees_tokens):
+        for part, result in self.scheduler.steps(batch, handle.wait(), self._outputs.has_token_processors):
             finished = self.scheduler.postprocess(part, result.token_ids)
             if ended := self._outputs.update(part, result):  # by what they say
                 self.scheduler.finish(ended)
@@ -224,7 +224,7 @@ class LLMEngine:
 
     def _sample(self, batch: Batch) -> "StepHandle":
         """Launch the sampling. Ends sequences whose grammar or logits processors fail; their tokens are surplus."""
-        masks, process, failed = self._outputs.late_inputs(batch)  # they depend on the tokens just processed
+        masks, process, failed = self._outputs.sampling_inputs(batch)  # they depend on the tokens just processed
         handle = self.model_runner.sample(masks, process)
         if failed:
             self.scheduler.finish(failed)

@@ -83,7 +83,7 @@ class OutputProcessor:
         return not self._requests
 
     @property
-    def sees_tokens(self) -> bool:
+    def has_token_processors(self) -> bool:
         """Whether some request wants every token looked at."""
         return len(self._processors) > 0
 
@@ -99,7 +99,7 @@ class OutputProcessor:
             for seq_id, of_seq, is_finite in message.results(values):
                 request = self._requests.get(seq_id)
                 if request is not None and request.readout is not None:
-                    request.readout.take_in(of_seq)
+                    request.readout.add_results(of_seq)
                     if not is_finite:
                         ended += self._fail(request, request.readout)
         return ended
@@ -121,7 +121,7 @@ class OutputProcessor:
             seq.finish_reason, seq.stop_reason = "error", error
         return [seq for seq in request.completions if seq.status is not SequenceStatus.FINISHED]
 
-    def late_inputs(self, batch: Batch) -> tuple[Any, Any, list[Sequence]]:
+    def sampling_inputs(self, batch: Batch) -> tuple[Any, Any, list[Sequence]]:
         """The inputs of a batch's sampling that depend on the tokens before it, and the sequences that fail.
 
         Returns:

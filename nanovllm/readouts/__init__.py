@@ -72,7 +72,7 @@ class Readout:
         """The message of a batch, from its readouts of this kind."""
         raise NotImplementedError
 
-    def take_in(self, values: np.ndarray) -> None:
+    def add_results(self, values: np.ndarray) -> None:
         """Gather the results of a chunk, on the host."""
         raise NotImplementedError
 

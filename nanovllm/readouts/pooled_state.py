@@ -59,7 +59,7 @@ class PooledState(Readout):
         sizes = np.fromiter((len(each.rows) for each in wanted), np.int32)
         return PooledRows([each.seq_id for each in wanted], sizes, np.array(rows, np.int32), not of_last)
 
-    def take_in(self, values: np.ndarray) -> None:
+    def add_results(self, values: np.ndarray) -> None:
         self._sum = values if self._sum is None else self._sum + values
 
     def mean(self) -> np.ndarray:

@@ -76,7 +76,7 @@ class PromptLogprobs(Readout):
             -1 if -1 in tops else max(tops),
         )
 
-    def take_in(self, values: np.ndarray) -> None:
+    def add_results(self, values: np.ndarray) -> None:
         # trimmed here, because the prompt's next chunk may run with requests that want fewer
         self.chunks.append(trimmed(values, self.num_top))
 

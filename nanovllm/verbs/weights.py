@@ -86,7 +86,7 @@ class WeightVerbs(LLMEngine):
             if not self._is_idle():
                 raise EngineError(f"{what} needs an idle engine; finish or abort its requests first.")
             while self._in_flight:  # a surplus launch
-                self._take_in()
+                self._process_output()
             self.reset_prefix_cache()
             try:
                 yield self.model_runner.weights

@@ -60,7 +60,7 @@ def test_what_is_kept():
     mine.min_count = 9
     assert kept.snapshot().repetition_detection == RepetitionDetectionParams(5, 2, 3), "a copy of its own"
     assert SamplingParams(repetition_detection=RepetitionDetectionParams()).repetition_detection is None, "off"
-    assert SamplingParams(repetition_detection={}).looks_at_tokens is False, "a step pays nothing"
+    assert SamplingParams(repetition_detection={}).needs_token_processor is False, "a step pays nothing"
 
 
 @pytest.mark.parametrize("in_flight", [0, 1])
