@@ -38,9 +38,9 @@ class LLMEngine:
 
     Args:
         config: options and limits.
-        runner: a started ``ModelRunner``, or what stands for it.
-        tokenizer: of the prompts' texts.
-        new_processors: makes what looks at every token of some sequences.
+        runner: a started ``ModelRunner``.
+        tokenizer: encodes prompts and decodes completions.
+        new_processors: makes the processors of sequences whose every token is examined.
 
     Use it as a context manager, or call ``exit()``, to free the device's memory at a time of your choice.
     """
