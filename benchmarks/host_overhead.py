@@ -187,7 +187,8 @@ def main(argv: list[str] | None = None) -> None:
     gc.freeze()
     results, met = [], True
     print(f"{'batch':>6}{'us/step':>10}{'wall us':>9}{'us/token':>10}{'target':>8}"
-          + "".join(f"{part:>13}" for part in PARTS) + f"{'churn us/step':>15}{'target':>8}{'us/change':>11}{'us/entry':>10}")  # fmt: skip
+          + "".join(f"{part:>13}" for part in PARTS)
+          + f"{'churn us/step':>15}{'target':>8}{'us/change':>11}{'us/entry':>10}")  # fmt: skip
     for batch in args.batch:
         even = min((steady(batch, args.steps) for _ in range(2)), key=lambda figures: figures["step_us"])
         moving = churn(batch, even["step_us"])
