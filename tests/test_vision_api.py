@@ -745,7 +745,7 @@ def test_bound_of_looking_up_a_host(llm, monkeypatch):
     assert "cannot be fetched: it takes more than 0.3 s" in why_of(first) and second["finish_reason"] == "length"
 
 
-def test_ctrl_c_while_a_host_is_slow(llm, answer):
+def test_ctrl_c_while_a_host_is_slow(llm, answer, heard_sigint):
     with dripping(*DRIPS["body"]) as (url, _):
         Timer(0.3, _thread.interrupt_main).start()
         with pytest.raises(KeyboardInterrupt):
