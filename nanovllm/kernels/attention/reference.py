@@ -222,3 +222,26 @@ def _gather_contexts(dtype, k_cache, v_cache, req_indices, context_lens, block_t
             assert kv_scale is not None
             k, v = ((x.float() * scale[:, None]).to(dtype) for x, scale in zip((k, v), kv_scale, strict=True))
         yield i, k.transpose(1, 2), v.transpose(1, 2)
+
+
+class Segments(NamedTuple):
+    """Packed segments, such as images or windows, whose tokens attend each other in both directions."""
+
+    bounds: list[int]  # [S + 1], ascending
+    rows: int = 0  # of a tile of queries
+    tiles: torch.Tensor | None = None  # i32 [N, 3]: first row of a query tile, begin and end of its segment
+
+
+def packed_segments(bounds, device):
+    """Segments from their bounds, for launches on ``device``."""
+    return Segments(bounds)
+
+
+def packed_attention(q, k, v, segments, scale):
+    """softmax(scale * q k^T) v within each segment; q, k, v [T, H, D] -> [T, H, D]."""
+    sizes = [end - begin for begin, end in zip(segments.bounds, segments.bounds[1:], strict=False)]
+    outputs = [
+        F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in one), scale=scale)[0].transpose(0, 1)
+        for one in zip(*(x.split(sizes) for x in (q, k, v)), strict=True)
+    ]
+    return torch.cat(outputs)
