@@ -19,12 +19,14 @@ from torch import nn
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.weight_loader import copy_shard
 from nanovllm.models.families import TOWER
+from nanovllm.models.qwen_vision import Qwen2_5Vision, Qwen3Vision, QwenVisionModel
 from nanovllm.models.vision import VisionConfig
 from nanovllm.models.vision_rules import check_sizes
 from nanovllm.utils.checkpoint import LOADING_LOCK, open_tensors
 from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
 DUMMY_STD = 0.02
+OWN = {"qwen2_5_vl": Qwen2_5Vision, **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), Qwen3Vision)}
 SIZES = ("image_grid_thw", "image_sizes")  # sizes of images, under either name
 
 
@@ -53,14 +55,18 @@ def packed_attention() -> str:
 
 
 def tower_builder(vision: VisionConfig, model_path: str, dtype: torch.dtype) -> Callable[[], Any]:
-    """A function that builds transformers' model, with a language model of no layers and one token."""
+    """A function that builds a tower of ``OWN``, or transformers' model with a language model of no layers."""
     with LOADING_LOCK:
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(model_path)
-        family = vision.family
-        module: Any = import_module(f"transformers.models.{family.module}.modeling_{family.module}")
     check_sizes(config, vision)
+    family = vision.family
+    own = OWN.get(family.module)
+    if own is not None and config.vision_config.hidden_act == own.hidden_act:
+        return partial(QwenVisionModel, config, own)
+    with LOADING_LOCK:
+        module: Any = import_module(f"transformers.models.{family.module}.modeling_{family.module}")
     text = config.text_config
     text.num_hidden_layers, text.layer_types, text.vocab_size, text.pad_token_id = 0, [], 1, None
     for part in (config, text, config.vision_config):
@@ -108,23 +114,29 @@ class VisionTower(nn.Module):
                 f"config.json: vision_config has a tower of {num_weights:,} weights; {model_path} has {num_given:,}."
             )
         self.model = build()
-        if hasattr(self.model, "visual") and dtype != torch.float32 and torch.get_default_device().type == "cuda":
+        self.is_own = isinstance(self.model, QwenVisionModel)
+        if not self.is_own and hasattr(self.model, "visual") and dtype != torch.float32 and torch.get_default_device().type == "cuda":
             # set after the constructor, which would look for the package flash-attn
             self.model.visual.config._attn_implementation = packed_attention()
         self.model.eval().requires_grad_(False)
-        del self.model.language_model
+        if not self.is_own:
+            del self.model.language_model
         self.dtype, self._vision = dtype, vision
         self._side = vision.patch_size * vision.merge_size  # size of a token in pixels
 
     def forward(self, images: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-        """Pixels of images, on the device -> features [tokens of all, (1 + deepstack layers) * C]."""
-        pixels, side = [image["pixel_values"].to(self.dtype) for image in images], self._side
+        """Pixels of images -> features on the tower's device, [tokens of all, (1 + deepstack layers) * C]."""
+        device, side = next(self.parameters()).device, self._side
+        pixels = [image["pixel_values"].to(device, self.dtype, non_blocking=True) for image in images]
+        if self.is_own:  # reads the sizes on the host: from the device that would wait for all kernels before
+            grids = [tuple(grid) for image in images for grid in image["image_grid_thw"].tolist()]
+            return self.model(torch.cat(pixels), grids)
         if len(images) == 1 and pixels[0].shape == (1, 3, side, side):
             return self(images * 2)[:1]  # transformers' Mistral 3 loses a dimension for a single token
         if pixels[0].ndim == 4:  # [1, 3, H, W]: the tower leaves out the padding by the sizes
             height, width = (max(x.shape[side] for x in pixels) for side in (2, 3))
             pixels = [F.pad(x, (0, width - x.shape[3], 0, height - x.shape[2])) for x in pixels]
-        sizes = {name: torch.cat([image[name] for image in images]) for name in SIZES if name in images[0]}
+        sizes = {name: torch.cat([x[name] for x in images]).to(device) for name in SIZES if name in images[0]}
         output = self.model.get_image_features(torch.cat(pixels), **sizes)
         columns = [output.pooler_output, *getattr(output, "deepstack_features", ())]
         # [tokens, C] for each image, or for all images in some versions of transformers

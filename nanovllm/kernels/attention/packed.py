@@ -78,6 +78,44 @@ def _packed_kernel(
         tl.store(out_ptrs + offs_t[None, :], result, mask=is_row & in_tail)
 
 
+@triton.jit
+def _rotate_kernel(
+    qkv_ptr,  # [T, 3 * H * D], q and k are overwritten here
+    cos_sin_ptr,  # fp32 [T, D]
+    num_tokens, stride,
+    NUM_PAIRS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK pairs (x[i], x[i + D / 2]) of a token's q and k, which are 2 * H heads."""
+    pdl_launch_dependents(USE_PDL)
+    HALF: tl.constexpr = HEAD_SIZE // 2
+    token = tl.program_id(0).to(tl.int64)
+    pair = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    d = pair % HALF
+    mask = pair < NUM_PAIRS
+    cos_ptrs = cos_sin_ptr + token * HEAD_SIZE + d
+    pdl_wait(USE_PDL)
+    cos, sin = tl.load(cos_ptrs, mask=mask), tl.load(cos_ptrs + HALF, mask=mask)
+    ptrs = qkv_ptr + token * stride + pair // HALF * HEAD_SIZE + d
+    x_1, x_2 = tl.load(ptrs, mask=mask), tl.load(ptrs + HALF, mask=mask)
+    dtype: tl.constexpr = x_1.dtype
+    x_1, x_2 = x_1.to(tl.float32), x_2.to(tl.float32)
+    tl.store(ptrs, (x_1 * cos - x_2 * sin).to(dtype), mask=mask)
+    tl.store(ptrs + HALF, (x_2 * cos + x_1 * sin).to(dtype), mask=mask)
+
+
+def rotate_qk(qkv, cos_sin, num_heads):
+    """See reference.rotate_qk."""
+    head_size = qkv.shape[1] // (3 * num_heads)
+    num_pairs = num_heads * head_size
+    block = min(2048, triton.next_power_of_2(num_pairs))
+    launch(
+        _rotate_kernel, (len(qkv), triton.cdiv(num_pairs, block)),
+        qkv, cos_sin, len(qkv), qkv.stride(0), NUM_PAIRS=num_pairs, HEAD_SIZE=head_size, BLOCK=block,
+        num_warps=4, **launch_options(qkv.device),
+    )  # fmt: skip
+    return qkv.unflatten(1, (3, num_heads, head_size)).unbind(1)
+
+
 def packed_segments(bounds, device):
     """See reference.packed_segments."""
     longest = max(end - begin for begin, end in zip(bounds, bounds[1:]))
@@ -93,7 +131,7 @@ def packed_attention(q, k, v, segments, scale, config=None, force_triton=False):
     if not force_triton and packed_sm90 is not None and packed_sm90.supports(q, segments.rows):
         packed_sm90.packed_attention_sm90(q, k, v, segments.tiles, scale, out)
         return out
-    width = triton.next_power_of_2(head_size)
+    width = max(16, triton.next_power_of_2(head_size))
     tail = max(16, triton.next_power_of_2(head_size - width // 2))
     width, tail = (width // 2, tail) if head_size >= 64 and tail < width // 2 else (width, 0)
     block_n, num_warps, num_stages = config or (64, 4 if segments.rows == 64 else 8, 2)

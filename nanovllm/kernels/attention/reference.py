@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ...quantization.fp8.numbers import E4M3
+from ..linear.reference import rotate
 
 ROWS_AT_ONCE = 256  # queries that share a mask; keys after the last query are left out
 SHARED_TOKENS = 128  # shared prefixes are multiples of it; it is a multiple of every tile of the decode kernel
@@ -245,3 +246,10 @@ def packed_attention(q, k, v, segments, scale):
         for one in zip(*(x.split(sizes) for x in (q, k, v)), strict=True)
     ]
     return torch.cat(outputs)
+
+
+def rotate_qk(qkv, cos_sin, num_heads):
+    """q, k and v [T, H, D] of qkv [T, 3 * H * D], q and k rotated by cos_sin, fp32 [T, D]; in place in the kernel."""
+    q, k, v = qkv.unflatten(1, (3, num_heads, -1)).unbind(1)
+    cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)  # [T, 1, D/2] each
+    return rotate(q, cos, sin), rotate(k, cos, sin), v

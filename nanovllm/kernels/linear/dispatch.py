@@ -89,6 +89,11 @@ def qkv_linear(x, weight, bias, norm_weight, eps, epilogue):
     return norm_rope_store(y, *epilogue)
 
 
+def gelu_linear(x, weight, bias):
+    """See reference.gelu_linear. The activation is an epilogue of cuBLASLt."""
+    return torch.ops.aten._addmm_activation(bias, x, weight.t(), use_gelu=True)
+
+
 def in_16_bits(x, weight, norm_weight, eps):
     """The input, the 4-bit weight dequantized to 16 bits, and the norm's weight if the norm is not computed yet."""
     if weight.order is not None:
