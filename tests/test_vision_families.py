@@ -19,6 +19,7 @@ from nanovllm import LLM, CheckpointError, EngineError, SamplingParams
 from nanovllm.distributed.group import SINGLE_RANK
 from nanovllm.models.config_reader import read_model_config
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.families import TOWER
 from nanovllm.models.loader import load_model
 from nanovllm.models.vision import VisionConfig
 from nanovllm.models.vision_tower import VisionTower
@@ -140,6 +141,13 @@ DEEP = LATER | {"deepstack_visual_indexes": ([5], [1, 1], [-1], "x")}
 OF_OTHERS = dict.fromkeys((
     "num_hidden_layers", "hidden_size", "intermediate_size", "num_channels", "patch_size", "image_size"
 ), SIZES) | {"hidden_act": ("nope", 0, None, [])}  # fmt: skip
+OF_PIXTRAL = OF_OTHERS | {
+    "num_attention_heads": (*SIZES, 3, 7, 16), "head_dim": (*SIZES, 1, 3, 16), "spatial_merge_size": SIZES,
+    "rope_parameters": ({"rope_theta": 0}, [], "x"),
+}  # fmt: skip
+OF_GLM = {name: values for name, values in LATER.items() if name != "num_position_embeddings"} | {
+    "image_size": SIZES, "rms_norm_eps": SIZES,
+}  # fmt: skip
 # family -> field of vision_config, or of config.json itself, and values that it cannot have
 HOSTILE = {
     "qwen2_vl": OF_QWEN | {"embed_dim": SIZES, "mlp_ratio": SIZES, "hidden_act": ("nope", 0), "num_heads": (0, 3, 16)},
@@ -150,9 +158,12 @@ HOSTILE = {
     "gemma3": OF_OTHERS | {
         "num_attention_heads": (*SIZES, 3, 7), "layer_norm_eps": SIZES, "mm_tokens_per_image": (*SIZES, 9, 15),
     },
-    "mistral3": OF_OTHERS | {
-        "num_attention_heads": (*SIZES, 3, 7, 16), "head_dim": (*SIZES, 1, 3, 16), "projector_hidden_act": ("nope", 0),
-        "spatial_merge_size": SIZES, "vision_feature_layer": (0, [], *MALFORMED, 4, -5, [0, 9]),
+    "mistral3": OF_PIXTRAL | {
+        "projector_hidden_act": ("nope", 0), "vision_feature_layer": (0, [], *MALFORMED, 4, -5, [0, 9]),
+    },
+    "lighton_ocr": OF_PIXTRAL, "glm_ocr": OF_GLM, "glm4v": OF_GLM,
+    "paddleocr_vl": OF_OTHERS | {
+        "num_attention_heads": (*SIZES, 3, 7, 16), "layer_norm_eps": SIZES, "spatial_merge_size": SIZES,
         "rope_parameters": ({"rope_theta": 0}, [], "x"),
     },
 }  # fmt: skip
@@ -265,7 +276,7 @@ def answers(llm):
 
 def tower_of(model):
     """The parameters of transformers' model that belong to its tower and projector, by their names in memory."""
-    return {name: param for name, param in model.named_parameters() if re.search("visual|vision_tower|multi_mod", name)}
+    return {name: param for name, param in model.named_parameters() if re.fullmatch(TOWER, name)}
 
 
 def test_update_weights_takes_the_tower(trained):

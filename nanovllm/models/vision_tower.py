@@ -122,18 +122,22 @@ class VisionTower(nn.Module):
         if not self.is_own:
             del self.model.language_model
         self.dtype, self._vision = dtype, vision
+        convolution = next(x for x in self.model.modules() if isinstance(x, (nn.Conv2d, nn.Conv3d)))  # of patches
+        shape = convolution.weight.shape[1:]
+        self._patch = shape if len(shape) == 3 else (shape.numel(),)  # shape of a patch among pixels
         self._side = vision.patch_size * vision.merge_size  # size of a token in pixels
 
     def forward(self, images: list[dict[str, torch.Tensor]]) -> torch.Tensor:
         """Pixels of images -> features on the tower's device, [tokens of all, (1 + deepstack layers) * C]."""
         device, side = next(self.parameters()).device, self._side
         pixels = [image["pixel_values"].to(device, self.dtype, non_blocking=True) for image in images]
+        vision = self._vision
         if self.is_own:  # reads the sizes on the host: from the device that would wait for all kernels before
             grids = [tuple(grid) for image in images for grid in image["image_grid_thw"].tolist()]
             return self.model(torch.cat(pixels), grids)
         if len(images) == 1 and pixels[0].shape == (1, 3, side, side):
             return self(images * 2)[:1]  # transformers' Mistral 3 loses a dimension for a single token
-        if pixels[0].ndim == 4:  # [1, 3, H, W]: the tower leaves out the padding by the sizes
+        if vision.family.by_sizes or vision.num_whole:  # [1, 3, H, W]: the tower leaves out the padding by the sizes
             height, width = (max(x.shape[side] for x in pixels) for side in (2, 3))
             pixels = [F.pad(x, (0, width - x.shape[3], 0, height - x.shape[2])) for x in pixels]
         sizes = {name: torch.cat([x[name] for x in images]).to(device) for name in SIZES if name in images[0]}
@@ -148,11 +152,10 @@ class VisionTower(nn.Module):
         merge, side = self._vision.merge_size, self._side
         if columns := self._vision.image_size // side:
             num_images, side = -(-num_tokens // columns**2), columns * side
-            sizes = {"image_sizes": torch.full((num_images, 2), side)} if self._vision.family.marks else {}
+            sizes = {"image_sizes": torch.full((num_images, 2), side)} if self._vision.family.by_sizes else {}
             return {"pixel_values": torch.zeros(num_images, 3, side, side, device=device), **sizes}
         grid = torch.tensor([[1, 2 * merge, num_tokens // 2 * merge]], device=device)
-        patch = next(iter(self.model.visual.patch_embed.parameters()))[0].numel()
-        return {"pixel_values": torch.zeros(int(grid.prod()), patch, device=device), "image_grid_thw": grid}
+        return {"pixel_values": torch.zeros(int(grid.prod()), *self._patch, device=device), "image_grid_thw": grid}
 
     @torch.no_grad()
     def pad_mlps(self) -> None:
