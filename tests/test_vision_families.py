@@ -599,6 +599,51 @@ def test_names_of_tensors(family, request, tmp_path):
             assert tokens_of(llm.generate([given(*PROMPTS[0])], GREEDY, use_tqdm=False)) == [expected]
 
 
+def as_lighton_publishes(config, tensors):
+    config |= {"model_type": "mistral3", "architectures": ["LightOnOCRForConditionalGeneration"],
+               "multimodal_projector_bias": False, "projector_hidden_act": "gelu", "vision_feature_layer": -1}
+    config["text_config"]["tie_word_embeddings"] = config.pop("tie_word_embeddings")
+
+
+def as_glm_publishes(config, tensors):
+    """A layer more, of which nothing here draws drafts."""
+    last = config["text_config"]["num_hidden_layers"]
+    config["text_config"]["num_nextn_predict_layers"] = 1
+    for name in [name for name in tensors if f"language_model.layers.{last - 1}." in name]:
+        tensors[name.replace(f".{last - 1}.", f".{last}.")] = tensors[name].clone()
+    for name in ("eh_proj", "enorm", "hnorm", "shared_head.norm"):
+        tensors[f"model.language_model.layers.{last}.{name}.weight"] = torch.zeros(4)
+
+
+def as_paddle_publishes(config, tensors):
+    """Fields of the decoder at the top, two parts of the tower that nothing uses, other names."""
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    config |= {name: value for name, value in text.items() if name not in ("model_type", "architectures")}
+    config |= {"rope_theta": rope["rope_theta"],
+               "rope_scaling": {"mrope_section": rope["mrope_section"], "rope_type": "default", "type": "default"}}
+    for name in list(tensors):
+        new = name.replace("model.projector.", "mlp_AR.").replace("model.visual.", "visual.")
+        tensors[new.replace("language_model.", "")] = tensors.pop(name)
+    for name in ("head.probe", "head.attention.in_proj_weight", "embeddings.packing_position_embedding.weight"):
+        tensors[f"visual.vision_model.{name}"] = torch.zeros(3, 8)
+
+
+@pytest.mark.parametrize("family, change", [
+    ("lighton_ocr", as_lighton_publishes), ("glm_ocr", as_glm_publishes), ("paddleocr_vl", as_paddle_publishes),
+], ids=["lighton_ocr", "glm_ocr", "paddleocr_vl"])  # fmt: skip
+def test_published_files(family, change, shared, tmp_path):
+    """They differ from what transformers writes."""
+    path, _, expected = shared(family)
+    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+    config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    change(config, tensors)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    with engine(tmp_path) as llm:
+        assert answers(llm) == expected
+
+
 def test_images_that_attend_both_ways_differ_from_causal_ones(gemma3, monkeypatch):
     """Else the tests here would show nothing."""
     from nanovllm.runner import images

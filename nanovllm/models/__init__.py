@@ -126,7 +126,7 @@ MODELS = {
     "GlmOcrForConditionalGeneration": GLM4V._replace(qkv_bias=False),
     "PaddleOCRVLForConditionalGeneration": Family(
         qkv_bias=False, o_bias=False,
-        defaults=EPS | {"head_dim": 128, "rope_theta": 5e5, "tie_word_embeddings": True},
+        defaults=EPS | {"head_dim": 128, "rope_theta": 5e5, "tie_word_embeddings": True, "eos_token_id": 2},
         renamed=(*VISION["renamed"], ("mlp_AR.", "model.projector.")), tower=TOWER,
         skipped=r".*(packing_position_embedding|vision_model\.head)\..*",  # transformers does without them, too
     ),

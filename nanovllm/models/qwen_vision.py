@@ -3,9 +3,9 @@
 Owns the order and the positions of patches. Knows nothing of checkpoints: ``vision_tower.py`` builds and calls a tower,
 ``loader.py`` fills it. Parameters have the names of transformers' classes, which are the tests' oracle.
 
-The processor orders a frame's patches so that the ``merge`` x ``merge`` patches of a token are neighbours. Frames attend
-to themselves alone. In most layers of Qwen2.5-VL windows do; its patches are in the order of windows, and its tokens in
-the processor's again at the end.
+The processor orders a frame's patches so that the ``merge`` x ``merge`` patches of a token are neighbours. Attention is
+within a frame; in most layers of Qwen2.5-VL within a window, so that its patches are in the order of windows, and its
+tokens in the processor's again at the end.
 
 T patches of a launch, N tokens, P numbers in a patch, C hidden size, H heads, D head size.
 """

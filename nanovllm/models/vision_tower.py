@@ -19,14 +19,17 @@ from torch import nn
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.weight_loader import copy_shard
 from nanovllm.models.families import TOWER
-from nanovllm.models.qwen_vision import Qwen2_5Vision, Qwen3Vision, QwenVisionModel
+from nanovllm.models.qwen_vision import Qwen2_5Vision, Qwen3Vision, QwenVision, QwenVisionModel
 from nanovllm.models.vision import VisionConfig
 from nanovllm.models.vision_rules import check_sizes
 from nanovllm.utils.checkpoint import LOADING_LOCK, open_tensors
 from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
 DUMMY_STD = 0.02
-OWN = {"qwen2_5_vl": Qwen2_5Vision, **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), Qwen3Vision)}
+OWN: dict[str, type[QwenVision]] = {
+    "qwen2_5_vl": Qwen2_5Vision,
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), Qwen3Vision),
+}
 SIZES = ("image_grid_thw", "image_sizes")  # sizes of images, under either name
 
 
@@ -115,7 +118,8 @@ class VisionTower(nn.Module):
             )
         self.model = build()
         self.is_own = isinstance(self.model, QwenVisionModel)
-        if not self.is_own and hasattr(self.model, "visual") and dtype != torch.float32 and torch.get_default_device().type == "cuda":
+        packs = not self.is_own and hasattr(self.model, "visual") and dtype != torch.float32
+        if packs and torch.get_default_device().type == "cuda":
             # set after the constructor, which would look for the package flash-attn
             self.model.visual.config._attn_implementation = packed_attention()
         self.model.eval().requires_grad_(False)

@@ -5,6 +5,8 @@ Owns the tiles of a launch, the kernel, and the choice between it and the one fo
 A head of 72 or 80 is multiplied as 64 + 16 channels, not as 128.
 """
 
+from itertools import pairwise
+
 import torch
 import triton
 import triton.language as tl
@@ -118,15 +120,15 @@ def rotate_qk(qkv, cos_sin, num_heads):
 
 def packed_segments(bounds, device):
     """See reference.packed_segments."""
-    longest = max(end - begin for begin, end in zip(bounds, bounds[1:]))
-    rows = 64 if longest <= 64 else 128
-    tiles = [[row, begin, end] for begin, end in zip(bounds, bounds[1:]) for row in range(begin, end, rows)]
-    return Segments(bounds, rows, torch.tensor(tiles, dtype=torch.int32).to(device, non_blocking=True))
+    rows = 64 if max(end - begin for begin, end in pairwise(bounds)) <= 64 else 128
+    tiles = [[row, begin, end] for begin, end in pairwise(bounds) for row in range(begin, end, rows)]
+    table = torch.tensor(tiles, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return Segments(bounds, rows, table.to(device, non_blocking=True))
 
 
 def packed_attention(q, k, v, segments, scale, config=None, force_triton=False):
     """See reference.packed_attention."""
-    num_tokens, num_heads, head_size = q.shape
+    _, num_heads, head_size = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not force_triton and packed_sm90 is not None and packed_sm90.supports(q, segments.rows):
         packed_sm90.packed_attention_sm90(q, k, v, segments.tiles, scale, out)

@@ -289,7 +289,7 @@ def supports(q, rows):
 
 def packed_attention_sm90(q, k, v, tiles, scale, out):
     """`packed_attention` for inputs that it `supports`."""
-    num_tokens, num_heads, head_size = q.shape
+    _, num_heads, head_size = q.shape
     width = 128 if head_size == 128 else 64
     num_items = num_heads * len(tiles)
     launch(

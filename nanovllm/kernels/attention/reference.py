@@ -8,6 +8,7 @@ K KV heads, D head size, NB blocks of BS tokens.
 """
 
 import math
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -240,7 +241,7 @@ def packed_segments(bounds, device):
 
 def packed_attention(q, k, v, segments, scale):
     """softmax(scale * q k^T) v within each segment; q, k, v [T, H, D] -> [T, H, D]."""
-    sizes = [end - begin for begin, end in zip(segments.bounds, segments.bounds[1:], strict=False)]
+    sizes = [end - begin for begin, end in pairwise(segments.bounds)]
     outputs = [
         F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in one), scale=scale)[0].transpose(0, 1)
         for one in zip(*(x.split(sizes) for x in (q, k, v)), strict=True)

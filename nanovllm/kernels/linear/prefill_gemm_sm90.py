@@ -645,7 +645,7 @@ def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None, residual=Non
     head_size = 0 if epilogue is None else num_features // (num_heads + 2 * num_kv_heads)
     if epilogue is not None and epilogue.k_cache.dtype != E4M3:
         kv_scale = None
-    assert act_mul is None or residual is epilogue is None and (bias is None or x_scale is None)
+    assert act_mul is None or (residual is epilogue is None and (bias is None or x_scale is None))
     assert x_scale is not None or (residual is None and (act_mul is None) == (epilogue is not None))
     half_n, num_tiles_n = BLOCK_N.value // 2, triton.cdiv(num_features, BLOCK_N.value)
     num_outputs = num_heads * head_size if epilogue else num_features // 2 if act_mul else num_features
