@@ -19,17 +19,13 @@ from torch import nn
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.weight_loader import copy_shard
 from nanovllm.models.families import TOWER
-from nanovllm.models.qwen_vision import Qwen2_5Vision, Qwen3Vision, QwenVision, QwenVisionModel
+from nanovllm.models.towers import tower_of
 from nanovllm.models.vision import VisionConfig
 from nanovllm.models.vision_rules import check_sizes
 from nanovllm.utils.checkpoint import LOADING_LOCK, open_tensors
 from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
 DUMMY_STD = 0.02
-OWN: dict[str, type[QwenVision]] = {
-    "qwen2_5_vl": Qwen2_5Vision,
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), Qwen3Vision),
-}
 SIZES = ("image_grid_thw", "image_sizes")  # sizes of images, under either name
 
 
@@ -58,16 +54,15 @@ def packed_attention() -> str:
 
 
 def tower_builder(vision: VisionConfig, model_path: str, dtype: torch.dtype) -> Callable[[], Any]:
-    """A function that builds a tower of ``OWN``, or transformers' model with a language model of no layers."""
+    """A function that builds a tower of this library, or transformers' model with a language model of no layers."""
     with LOADING_LOCK:
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(model_path)
     check_sizes(config, vision)
     family = vision.family
-    own = OWN.get(family.module)
-    if own is not None and config.vision_config.hidden_act == own.hidden_act:
-        return partial(QwenVisionModel, config, own)
+    if own := tower_of(family.module, config):
+        return own
     with LOADING_LOCK:
         module: Any = import_module(f"transformers.models.{family.module}.modeling_{family.module}")
     text = config.text_config
@@ -117,7 +112,7 @@ class VisionTower(nn.Module):
                 f"config.json: vision_config has a tower of {num_weights:,} weights; {model_path} has {num_given:,}."
             )
         self.model = build()
-        self.is_own = isinstance(self.model, QwenVisionModel)
+        self.is_own = not hasattr(self.model, "language_model")
         packs = not self.is_own and hasattr(self.model, "visual") and dtype != torch.float32
         if packs and torch.get_default_device().type == "cuda":
             # set after the constructor, which would look for the package flash-attn
@@ -135,13 +130,12 @@ class VisionTower(nn.Module):
         """Pixels of images -> features on the tower's device, [tokens of all, (1 + deepstack layers) * C]."""
         device, side = next(self.parameters()).device, self._side
         pixels = [image["pixel_values"].to(device, self.dtype, non_blocking=True) for image in images]
-        vision = self._vision
-        if self.is_own:  # reads the sizes on the host: from the device that would wait for all kernels before
-            grids = [tuple(grid) for image in images for grid in image["image_grid_thw"].tolist()]
-            return self.model(torch.cat(pixels), grids)
+        if self.is_own:
+            return self.model([image | {"pixel_values": x} for image, x in zip(images, pixels, strict=True)])
         if len(images) == 1 and pixels[0].shape == (1, 3, side, side):
             return self(images * 2)[:1]  # transformers' Mistral 3 loses a dimension for a single token
-        if vision.family.by_sizes or vision.num_whole:  # [1, 3, H, W]: the tower leaves out the padding by the sizes
+        if self._vision.family.by_sizes or self._vision.num_whole:
+            # [1, 3, H, W]: the tower leaves out the padding by the sizes
             height, width = (max(x.shape[side] for x in pixels) for side in (2, 3))
             pixels = [F.pad(x, (0, width - x.shape[3], 0, height - x.shape[2])) for x in pixels]
         sizes = {name: torch.cat([x[name] for x in images]).to(device) for name in SIZES if name in images[0]}

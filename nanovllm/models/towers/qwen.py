@@ -1,17 +1,15 @@
 """The vision towers of Qwen2.5-VL and of Qwen3-VL, which Qwen3.5 and 3.6 share, of this library's layers.
 
-Owns the order and the positions of patches. Knows nothing of checkpoints: ``vision_tower.py`` builds and calls a tower,
-``loader.py`` fills it. Parameters have the names of transformers' classes, which are the tests' oracle.
+Parameters have the names of transformers' classes, which are the tests' oracle.
 
-The processor orders a frame's patches so that the ``merge`` x ``merge`` patches of a token are neighbours. Attention is
-within a frame; in most layers of Qwen2.5-VL within a window, so that its patches are in the order of windows, and its
-tokens in the processor's again at the end.
+Attention is within a frame; in most layers of Qwen2.5-VL within a window, so that its patches are in the order of
+windows, and its tokens row by row again at the end.
 
 T patches of a launch, N tokens, P numbers in a patch, C hidden size, H heads, D head size.
 """
 
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,30 +19,24 @@ from torch import nn
 from nanovllm import kernels
 from nanovllm.kernels.attention.reference import Segments
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from nanovllm.layers.weight_loader import Shard, Shards
+from nanovllm.layers.linear import ReplicatedLinear
+from nanovllm.models.towers.blocks import GatedMLP, attention, cos_sin_of, on, positions_of, rope_theta
 
 EPS = 1e-6  # of all norms
 Grid = tuple[int, int, int]  # frames, rows and columns of patches
 
 
-class Launch(NamedTuple):
-    """What the blocks of a launch share."""
+class QwenTower(nn.Module):
+    """The tower where transformers' model of a whole checkpoint has it, so that parameters have its names."""
 
-    cos_sin: torch.Tensor  # fp32 [T, D]: cosines, then sines, of D / 2 angles
-    frames: Segments
-    windows: Segments
-
-
-class QwenVisionModel(nn.Module):
-    """A tower where transformers' model of the whole checkpoint has it, so that parameters have its names."""
-
-    def __init__(self, config: Any, tower: "type[QwenVision]"):
+    def __init__(self, config: Any, kind: "type[QwenVision]"):
         super().__init__()
-        self.config, self.visual = config, tower(config.vision_config)
+        self.config, self.visual = config, kind(config.vision_config)
 
-    def forward(self, patches: torch.Tensor, grids: list[Grid]) -> torch.Tensor:
-        return self.visual(patches, grids)
+    def forward(self, images: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        """Patches of images -> features of their tokens. The grids are on the host, the rest on the device."""
+        grids = [tuple(grid) for image in images for grid in image["image_grid_thw"].tolist()]
+        return self.visual(torch.cat([image["pixel_values"] for image in images]), grids)
 
 
 class Attention(nn.Module):
@@ -59,9 +51,8 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, residual: torch.Tensor, cos_sin: torch.Tensor,
                 segments: Segments) -> torch.Tensor:
         """residual + attention of x, all [T, C]."""
-        q, k, v = self.ops.rotate_qk(self.qkv(x), cos_sin, self.num_heads)
-        output = self.ops.packed_attention(q, k, v, segments, q.shape[2] ** -0.5)
-        return self.proj(output.flatten(1), residual=residual)
+        output = attention(self.ops, self.qkv(x), self.num_heads, cos_sin, segments)
+        return self.proj(output, residual=residual)
 
 
 class Block(nn.Module):
@@ -77,7 +68,6 @@ class Block(nn.Module):
 class QwenVision(nn.Module):
     """A tower; its kinds give blocks and mergers."""
 
-    hidden_act: ClassVar[str]  # of the MLPs of blocks; transformers runs others
     has_patch_bias: ClassVar[bool] = True
 
     def __init__(self, c: Any):
@@ -87,7 +77,6 @@ class QwenVision(nn.Module):
         self.patch_embed = nn.ModuleDict({
             "proj": nn.Conv3d(c.in_channels, c.hidden_size, size, stride=size, bias=self.has_patch_bias)
         })  # fmt: skip
-        self.theta = (getattr(c, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
 
     def embed(self, patches: torch.Tensor) -> torch.Tensor:
         """A convolution whose stride is its kernel's size, as a product: [T, P] -> [T, C]."""
@@ -95,21 +84,20 @@ class QwenVision(nn.Module):
         return F.linear(patches, proj.weight.flatten(1), proj.bias)
 
     def cos_sin(self, positions: np.ndarray, device: torch.device) -> torch.Tensor:
-        """Cosines and sines, fp32 [T, D], of rows and columns, int32 [T, 2]: a quarter of D turns with each."""
+        """Cosines and sines, fp32 [T, D], of rows and columns, int32 [T, 2], which turn by the same frequencies."""
         size = self.config.hidden_size // self.config.num_heads // 2
-        frequencies = 1.0 / self.theta ** (torch.arange(0, size, 2, device=device).float() / size)
-        angles = (on(device, positions)[:, :, None].float() * frequencies).flatten(1)
-        return torch.cat((angles.cos(), angles.sin()), dim=1)
+        frequencies = 1.0 / rope_theta(self.config) ** (torch.arange(0, size, 2, device=device).float() / size)
+        return cos_sin_of(on(device, positions), frequencies, frequencies)
 
 
 class Qwen2_5Vision(QwenVision):
-    hidden_act = "silu"
     has_patch_bias = False
 
     def __init__(self, c: Any):
         super().__init__(c)
         self.blocks = nn.ModuleList(
-            Block((RMSNorm(c.hidden_size, EPS), RMSNorm(c.hidden_size, EPS)), Attention(c), GatedMLP(c))
+            Block((RMSNorm(c.hidden_size, EPS), RMSNorm(c.hidden_size, EPS)), Attention(c),
+                  GatedMLP(c.hidden_size, c.intermediate_size, bias=True))
             for _ in range(c.depth)
         )
         self.merger = Qwen2_5Merger(c)
@@ -126,32 +114,14 @@ class Qwen2_5Vision(QwenVision):
         order = np.concatenate([each + start for each, start in zip(orders, starts, strict=False)])
         of_patches = (order[:, None] * area + np.arange(area)).ravel()
         positions = np.concatenate([positions_of(*frame, merge) for frame in frames])
-        launch = Launch(
-            self.cos_sin(positions[of_patches], device),
-            self.ops.packed_segments((starts * area).tolist(), device),
-            self.ops.packed_segments((np.cumsum([0, *np.concatenate(sizes)]) * area).tolist(), device),
-        )
+        cos_sin = self.cos_sin(positions[of_patches], device)
+        of_frames = self.ops.packed_segments((starts * area).tolist(), device)
+        of_windows = self.ops.packed_segments((np.cumsum([0, *np.concatenate(sizes)]) * area).tolist(), device)
         x = self.embed(patches).index_select(0, on(device, of_patches))
         for i, block in enumerate(self.blocks):
-            x = block(x, launch.cos_sin, launch.frames if i in c.fullatt_block_indexes else launch.windows)
+            x = block(x, cos_sin, of_frames if i in c.fullatt_block_indexes else of_windows)
         features = self.merger(x)
         return torch.empty_like(features).index_copy_(0, on(device, order), features)
-
-
-class GatedMLP(nn.Module):
-    """SwiGLU. Zeros pad its units to a multiple of 64: tensor cores take 3,420 at half their rate."""
-
-    def __init__(self, c: Any):
-        super().__init__()
-        size = -(-c.intermediate_size // 64) * 64
-        order = [*range(c.intermediate_size), *[-1] * (size - c.intermediate_size)]
-        shards = Shards({i: Shard(size, 0, 1, order) for i in range(2)})
-        self.packed_modules_mapping = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
-        self.gate_up_proj = MergedColumnParallelLinear(c.hidden_size, shards, bias=True)
-        self.down_proj = RowParallelLinear(size, c.hidden_size, bias=True, head_order=order)
-
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.gate_up_proj(x, act="silu"), residual=residual)
 
 
 class Qwen2_5Merger(nn.Module):
@@ -170,7 +140,6 @@ class Qwen2_5Merger(nn.Module):
 
 
 class Qwen3Vision(QwenVision):
-    hidden_act = "gelu_pytorch_tanh"
 
     def __init__(self, c: Any):
         super().__init__(c)
@@ -238,19 +207,6 @@ class Qwen3Merger(nn.Module):
         """[T, C] -> [N, output size]."""
         x = self.norm(x.view(-1, *self.norm.normalized_shape)).view(-1, self.size)
         return self.linear_fc2(F.gelu(self.linear_fc1(x)))
-
-
-def on(device: torch.device, values: np.ndarray) -> torch.Tensor:
-    """The values on the device, by a copy that waits for nothing before it."""
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
-@lru_cache(64)
-def positions_of(rows: int, columns: int, merge: int) -> np.ndarray:
-    """Row and column of each patch of a frame in the processor's order, int32 [rows * columns, 2]."""
-    grid = np.indices((rows, columns), dtype=np.int32).reshape(2, rows // merge, merge, columns // merge, merge)
-    return np.ascontiguousarray(grid.transpose(1, 3, 2, 4, 0).reshape(-1, 2))
 
 
 @lru_cache(64)
