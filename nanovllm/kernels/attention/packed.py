@@ -6,6 +6,7 @@ A head of 72 or 80 is multiplied as 64 + 16 channels, not as 128.
 """
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,6 +20,8 @@ try:
     from . import packed_sm90
 except ImportError:  # a Triton version whose Gluon was not tested
     packed_sm90 = None  # type: ignore[assignment]
+
+SHORT = 64  # rows of a query tile where no segment is longer, as in windows; else twice as many
 
 
 @triton.jit
@@ -120,28 +123,45 @@ def rotate_qk(qkv, cos_sin, num_heads):
 
 def packed_segments(bounds, device):
     """See reference.packed_segments."""
-    rows = 64 if max(end - begin for begin, end in pairwise(bounds)) <= 64 else 128
+    rows = SHORT if max(end - begin for begin, end in pairwise(bounds)) <= SHORT else 2 * SHORT
     tiles = [[row, begin, end] for begin, end in pairwise(bounds) for row in range(begin, end, rows)]
     table = torch.tensor(tiles, dtype=torch.int32, pin_memory=device.type == "cuda")
     return Segments(bounds, rows, table.to(device, non_blocking=True))
 
 
-def packed_attention(q, k, v, segments, scale, config=None, force_triton=False):
+class PackedConfig(NamedTuple):
+    """Tile shape besides the rows of `Segments`. Measured for towers' pages (docs/experiments.md)."""
+
+    block_n: int  # keys per tile
+    num_warps: int
+    num_stages: int
+
+
+def packed_config(rows, head_size, itemsize):
+    """Uses at most 98 KB of shared memory."""
+    if itemsize > 2:
+        return PackedConfig(32, 8, 1)
+    if rows == SHORT:
+        return PackedConfig(64, 4, 2)
+    return PackedConfig(64 if head_size <= 80 else 32, 4, 3)
+
+
+def packed_attention(q, k, v, segments, scale):
     """See reference.packed_attention."""
     _, num_heads, head_size = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if not force_triton and packed_sm90 is not None and packed_sm90.supports(q, segments.rows):
+    if packed_sm90 is not None and packed_sm90.supports(q, segments.rows):
         packed_sm90.packed_attention_sm90(q, k, v, segments.tiles, scale, out)
         return out
-    width = max(16, triton.next_power_of_2(head_size))
-    tail = max(16, triton.next_power_of_2(head_size - width // 2))
-    width, tail = (width // 2, tail) if head_size >= 64 and tail < width // 2 else (width, 0)
-    block_n, num_warps, num_stages = config or (64, 4 if segments.rows == 64 else 8, 2)
+    width, tail = max(16, triton.next_power_of_2(head_size)), 0
+    if 64 < head_size <= 80:
+        width, tail = 64, 16
+    config = packed_config(segments.rows, head_size, q.element_size())
     launch(
         _packed_kernel, (len(segments.tiles), num_heads),
         q, k, v, segments.tiles, out, scale * LOG2_E.value, q.stride(0), k.stride(0), v.stride(0), out.stride(0),
-        HEAD_SIZE=head_size, WIDTH=width, TAIL=tail, BLOCK_M=segments.rows, BLOCK_N=block_n,
+        HEAD_SIZE=head_size, WIDTH=width, TAIL=tail, BLOCK_M=segments.rows, BLOCK_N=config.block_n,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=num_warps, num_stages=num_stages, **launch_options(q.device),
+        num_warps=config.num_warps, num_stages=config.num_stages, **launch_options(q.device),
     )  # fmt: skip
     return out

@@ -57,7 +57,7 @@ def on(device: torch.device, values: np.ndarray) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-@lru_cache(64)
+@lru_cache(32)
 def positions_of(rows: int, columns: int, merge: int) -> np.ndarray:
     """Row and column of each patch of a frame, int32 [rows * columns, 2]."""
     grid = np.indices((rows, columns), dtype=np.int32).reshape(2, rows // merge, merge, columns // merge, merge)

@@ -209,7 +209,7 @@ class Qwen3Merger(nn.Module):
         return self.linear_fc2(F.gelu(self.linear_fc1(x)))
 
 
-@lru_cache(64)
+@lru_cache(32)
 def windows(rows: int, columns: int, side: int) -> tuple[np.ndarray, np.ndarray]:
     """The order of a frame's tokens by windows of at most ``side`` x ``side``, and the tokens of each window."""
     row, column = np.indices((rows, columns)) // side
@@ -217,7 +217,7 @@ def windows(rows: int, columns: int, side: int) -> tuple[np.ndarray, np.ndarray]
     return np.argsort(number, kind="stable"), np.bincount(number)
 
 
-@lru_cache(64)
+@lru_cache(32)
 def neighbours(rows: int, columns: int, merge: int, side: int) -> tuple[np.ndarray, np.ndarray]:
     """Nearest entries of a table [side * side] for each patch of a frame, int64 [n, 4], and their shares, fp32."""
     places = positions_of(rows, columns, merge) * (side - 1) / np.maximum([rows - 1, columns - 1], 1)
