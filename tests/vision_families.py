@@ -98,7 +98,8 @@ def mistral3():
     from transformers import Mistral3Config, Mistral3ForConditionalGeneration
 
     text = {**TEXT, "model_type": "mistral", "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
-    tower = {**SIGLIP, "image_size": 72, "head_dim": 8, "hidden_act": "silu"}
+    tower = {**SIGLIP, "image_size": 72, "hidden_act": "silu"}
+    tower["head_dim"] = tower["hidden_size"] // tower["num_attention_heads"]
     return Mistral3ForConditionalGeneration(Mistral3Config(
         text_config=text, vision_config=tower, image_token_index=IMAGE, tie_word_embeddings=False,
     ))  # fmt: skip
@@ -109,7 +110,8 @@ def lighton_ocr():
 
     rope = {"rope_type": "default", "rope_theta": 1e6}
     text = {**TEXT, "model_type": "qwen3", "tie_word_embeddings": True, "rope_parameters": rope}
-    tower = {**SIGLIP, "model_type": "pixtral", "image_size": 72, "head_dim": 8, "hidden_act": "silu"}
+    tower = {**SIGLIP, "model_type": "pixtral", "image_size": 72, "hidden_act": "silu"}
+    tower["head_dim"] = tower["hidden_size"] // tower["num_attention_heads"]
     return LightOnOcrForConditionalGeneration(LightOnOcrConfig(
         text_config=text, vision_config=tower, image_token_id=IMAGE, tie_word_embeddings=True,
     ))  # fmt: skip
