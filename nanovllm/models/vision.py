@@ -1,7 +1,7 @@
 """The vision towers of ``MODELS``: which architecture has which, and how its images become tokens and positions.
 
-The language model is ``decoder.py``, as for text. The tower is transformers' (``vision_tower.py``). Importing this
-imports neither torch nor transformers.
+The language model is ``decoder.py``, as for text. The tower is this library's or transformers' (``vision_tower.py``).
+Importing this imports neither torch nor transformers.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""The vision tower of a checkpoint: transformers' model without its layers of text. ``loader.py`` fills it.
+"""The vision tower of a checkpoint: one of ``towers``, or transformers' model without its layers of text.
 
-A tower turns images into features of the language model's hidden size, one row for each of their tokens. Further
-columns are added to the outputs of its first layers (deepstack, arXiv:2406.04334).
+``loader.py`` fills it. A tower turns images into features of the language model's hidden size, one row for each of
+their tokens. Further columns are added to the outputs of its first layers (deepstack, arXiv:2406.04334).
 """
 
 import math
