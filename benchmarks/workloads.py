@@ -151,7 +151,8 @@ VISION: dict[str, dict[str, Any]] = {  # shapes with a vision tower, and their i
         "vision_config": {"model_type": "pixtral", "num_channels": 3, "hidden_size": 1024, "intermediate_size": 4096,
             "num_hidden_layers": 24, "num_attention_heads": 16, "head_dim": 64, "patch_size": 14, "image_size": 1540,
             "hidden_act": "silu", "rope_theta": 10_000.0},
-        "processor": {"image_processor_type": "PixtralImageProcessor", "patch_size": 14, "size": {"longest_edge": 1540}},
+        "processor": {"image_processor_type": "PixtralImageProcessor", "patch_size": 14,
+                      "size": {"longest_edge": 1540}},
     },
 }  # fmt: skip
 SIZES = (*QWEN3, *OTHERS, *VISION)

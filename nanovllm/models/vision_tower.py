@@ -121,7 +121,7 @@ class VisionTower(nn.Module):
         if not self.is_own:
             del self.model.language_model
         self.dtype, self._vision = dtype, vision
-        convolution = next(x for x in self.model.modules() if isinstance(x, (nn.Conv2d, nn.Conv3d)))  # of patches
+        convolution = next(x for x in self.model.modules() if isinstance(x, (nn.Conv2d, nn.Conv3d)))
         shape = convolution.weight.shape[1:]
         self._patch = shape if len(shape) == 3 else (shape.numel(),)  # shape of a patch among pixels
         self._side = vision.patch_size * vision.merge_size  # size of a token in pixels

@@ -227,20 +227,20 @@ def _gather_contexts(dtype, k_cache, v_cache, req_indices, context_lens, block_t
 
 
 class Segments(NamedTuple):
-    """Packed segments, such as images or windows, whose tokens attend each other in both directions."""
+    """Packed segments, such as images or windows: tokens attend those of their segment, in both directions."""
 
     bounds: list[int]  # [S + 1], ascending
-    rows: int = 0  # of a tile of queries
+    rows: int = 0  # rows of a query tile
     tiles: torch.Tensor | None = None  # i32 [N, 3]: first row of a query tile, begin and end of its segment
 
 
 def packed_segments(bounds, device):
-    """Segments from their bounds, for launches on ``device``."""
+    """Make Segments of these bounds, for launches on ``device``."""
     return Segments(bounds)
 
 
 def packed_attention(q, k, v, segments, scale):
-    """softmax(scale * q k^T) v within each segment; q, k, v [T, H, D] -> [T, H, D]."""
+    """Compute softmax(scale * q k^T) v within each segment; q, k, v [T, H, D] -> [T, H, D]."""
     sizes = [end - begin for begin, end in pairwise(segments.bounds)]
     outputs = [
         F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in one), scale=scale)[0].transpose(0, 1)
@@ -250,7 +250,7 @@ def packed_attention(q, k, v, segments, scale):
 
 
 def rotate_qk(qkv, cos_sin, num_heads):
-    """q, k and v [T, H, D] of qkv [T, 3 * H * D], q and k rotated by cos_sin, fp32 [T, D]; in place in the kernel."""
+    """Rotate q and k of qkv [T, 3 * H * D] by cos_sin, fp32 [T, D], in the kernel in place; q, k, v [T, H, D]."""
     q, k, v = qkv.unflatten(1, (3, num_heads, -1)).unbind(1)
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)  # [T, 1, D/2] each
     return rotate(q, cos, sin), rotate(k, cos, sin), v

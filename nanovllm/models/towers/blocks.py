@@ -1,4 +1,4 @@
-"""What the vision towers of this library share: attention, the gated MLP, positions of patches.
+"""Parts that the vision towers share: attention, the gated MLP, positions of patches.
 
 A frame's patches are in an order in which the ``merge`` x ``merge`` patches of a token are neighbours, row by row; so
 the tokens of a frame are row by row, too. T patches of a launch, C hidden size, H heads, D head size.

@@ -19,11 +19,11 @@ from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear
 from nanovllm.layers.weight_loader import Shard, Shards
 from nanovllm.models.towers.blocks import GatedMLP, attention, cos_sin_of, on, positions_of, rope_theta
 
-EPS = 1e-5  # of the tower's norms
+EPS = 1e-5  # in the tower's norms
 
 
 class PixtralTower(nn.Module):
-    """Tower and projector where transformers' model has them; ``names``: theirs there."""
+    """Tower and projector. ``names``: their names in transformers' model, where the checkpoint has them, too."""
 
     def __init__(self, config: Any, names: tuple[str, str]):
         super().__init__()

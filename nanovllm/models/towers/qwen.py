@@ -22,12 +22,12 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.models.towers.blocks import GatedMLP, attention, cos_sin_of, on, positions_of, rope_theta
 
-EPS = 1e-6  # of all norms
+EPS = 1e-6  # in all norms
 Grid = tuple[int, int, int]  # frames, rows and columns of patches
 
 
 class QwenTower(nn.Module):
-    """The tower where transformers' model of a whole checkpoint has it, so that parameters have its names."""
+    """A tower as ``visual``, its name in transformers' model of a whole checkpoint."""
 
     def __init__(self, config: Any, kind: "type[QwenVision]"):
         super().__init__()
