@@ -227,7 +227,7 @@ def _gather_contexts(dtype, k_cache, v_cache, req_indices, context_lens, block_t
 
 
 class Segments(NamedTuple):
-    """Packed segments, such as images or windows: tokens attend those of their segment, in both directions."""
+    """Packed segments, such as images or windows: tokens attend to their own segment, in both directions."""
 
     bounds: list[int]  # [S + 1], ascending
     rows: int = 0  # rows of a query tile
@@ -250,7 +250,10 @@ def packed_attention(q, k, v, segments, scale):
 
 
 def rotate_qk(qkv, cos_sin, num_heads):
-    """Rotate q and k of qkv [T, 3 * H * D] by cos_sin, fp32 [T, D], in the kernel in place; q, k, v [T, H, D]."""
+    """Rotate q and k of qkv [T, 3 * H * D], in the kernel in place, by cos_sin, fp32 [T, D].
+
+    Returns q, k, v [T, H, D].
+    """
     q, k, v = qkv.unflatten(1, (3, num_heads, -1)).unbind(1)
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)  # [T, 1, D/2] each
     return rotate(q, cos, sin), rotate(k, cos, sin), v
