@@ -10,6 +10,8 @@ import torch.nn.functional as F
 
 from nanovllm.kernels import embedding, step_inputs
 from nanovllm.kernels import reference as other_reference
+from nanovllm.kernels.attention import packed
+from nanovllm.kernels.attention import reference as attention_reference
 from nanovllm.kernels.linear import norm, norm_rope_store, reference, silu_and_mul
 from nanovllm.kernels.linear.norm import SplitKPartials
 from nanovllm.kernels.moe import reference as moe_reference
@@ -60,6 +62,14 @@ def norm_rope_store_args(dtype, num_tokens, num_heads, num_kv_heads, head_dim, w
     if not with_cache:
         epilogue = epilogue._replace(k_cache=epilogue.k_cache[:0], v_cache=epilogue.v_cache[:0])
     return qkv, *epilogue
+
+
+def rotated_in_place(qkv, cos_sin, num_heads):
+    """The kernel's results are views of its argument."""
+    q, k, v = packed.rotate_qk(qkv, cos_sin, num_heads)
+    starts = [x.storage_offset() - qkv.storage_offset() for x in (q, k, v)]
+    assert starts == [i * num_heads * q.shape[2] for i in range(3)]
+    return qkv
 
 
 def embed_args(dtype, num_tokens, hidden_size, start, scale):
@@ -132,6 +142,11 @@ TABLE = {
     "norm_rope_store at model size": Row(
         norm_rope_store.norm_rope_store, reference.norm_rope_store, norm_rope_store_args,
         [(T, 16, 8, 128) for T in (1, 64, 4097)], scale=2, overwrites=0, dtypes=[torch.bfloat16], gpu=True,
+    ),
+    "rotate_qk": Row(
+        rotated_in_place, lambda *args: torch.stack(attention_reference.rotate_qk(*args), 1).flatten(1),
+        lambda dtype, T, H, D: (inside(randn(T, 3 * H * D, dtype=dtype), 0, 8), randn(T, D), H),
+        [(0, 3, 16), (5, 3, 12), (3, 16, 72), (2, 16, 80)], scale=2, overwrites=0,
     ),
     "embed": Row(
         embedding.embed, other_reference.embed, embed_args,
