@@ -140,7 +140,6 @@ class Qwen2_5Merger(nn.Module):
 
 
 class Qwen3Vision(QwenVision):
-
     def __init__(self, c: Any):
         super().__init__(c)
         self.pos_embed = nn.Embedding(c.num_position_embeddings, c.hidden_size)
