@@ -322,7 +322,7 @@ def test_rules_name_the_checkpoints_modules(name, tmp_path):
     config = read_model_config(str(tmp_path))
     assert form not in FP8_FORMS or config.quantized() == config  # LLM(quantization="fp8") changes nothing
     weights = {
-        (i, merged_name(module)) for i, layer in enumerate(config.layers) for module, _ in layer.int_schemes
+        (i, merged_name(module)) for i, layer in enumerate(config.layers) for module, _ in layer.packed_schemes
     }
     in_16_bits = [name for i, name in weights if config.precision(config.layers[i], name) is None]
     assert len(in_16_bits) == num_dequantized

@@ -282,7 +282,7 @@ def operands(x, weight, num_tokens):
     data, scale = weight.data, weight.scale
     assert x.is_contiguous() and data.is_contiguous() and (scale is None or scale.is_contiguous())
     num_groups = 0 if scale is None else scale.shape[1 if weight.is_mxfp4 else 2]
-    if weight.is_int4:
+    if weight.has_words:
         assert weight.tile >= VECTOR and (weight.zero is None or weight.zero.is_contiguous())
         return x, data, scale, num_groups, VECTOR, INT4_OF_ONE_TOKEN if num_tokens == 1 else INT4
     config = CONFIGS[4 if weight.is_mxfp4 else 8 if data.element_size() == 1 else 16]
@@ -308,7 +308,7 @@ def gate_up_rows(x, norm_weight, eps, weight, ids, act, bias=None, limit=0.0, sh
         gate_up_rows_kernel, (triton.cdiv(num_units, config.units), len(h)), x, norm_weight, data, scale,
         weight.zero, bias, shared, ids, h, eps,
         TOP_K=top_k, NUM_EXPERTS=len(data), NUM_CHANNELS=num_channels, NUM_UNITS=num_units, NUM_GROUPS=num_groups,
-        MXFP4=weight.is_mxfp4, INT4=weight.tile if weight.is_int4 else 0, USE_ASM=uses_asm(h), BLOCK_I=config.units,
+        MXFP4=weight.is_mxfp4, INT4=weight.tile if weight.has_words else 0, USE_ASM=uses_asm(h), BLOCK_I=config.units,
         BLOCK_C=num_vectors * vector,
         ACT=act, LIMIT=limit, num_warps=fitting_warps(config.warps, num_vectors), **launch_options(x.device),
     )  # fmt: skip
@@ -326,7 +326,7 @@ def down_rows(h, weight, ids, weights, residual, bias=None, shared=None):
         down_rows_kernel, (triton.cdiv(num_channels, config.channels), num_tokens),
         h, data, scale, weight.zero, bias, shared, ids, weights, residual, y,
         TOP_K=top_k, NUM_CHANNELS=num_channels, NUM_UNITS=num_units, NUM_GROUPS=num_groups, MXFP4=weight.is_mxfp4,
-        INT4=weight.tile if weight.is_int4 else 0, USE_ASM=uses_asm(y), BLOCK_K=triton.next_power_of_2(top_k),
+        INT4=weight.tile if weight.has_words else 0, USE_ASM=uses_asm(y), BLOCK_K=triton.next_power_of_2(top_k),
         BLOCK_N=config.channels,
         BLOCK_V=num_vectors, num_warps=fitting_warps(config.down_warps, num_vectors), **launch_options(h.device),
     )  # fmt: skip

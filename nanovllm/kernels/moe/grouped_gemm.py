@@ -287,7 +287,7 @@ def grouped_gemm(config, x, weight, rows, counts, y, top_k, act=None, weights=No
     assert weight.scale is None or weight.scale.is_contiguous()
     # a step may reach beyond the channels, but not into another group
     block_k = min(config.block_k, group & -group) if 0 < group < num_channels else config.block_k
-    block_k = weight.tile if weight.is_int4 else block_k
+    block_k = weight.tile if weight.has_words else block_k
     data, scale = weight.data, weight.scale
     if is_mxfp4:  # whole tiles of x, and with a gate also of y
         assert config.block_k == 128 and (not gated or config.block_n % 128 == 0)
@@ -304,9 +304,9 @@ def grouped_gemm(config, x, weight, rows, counts, y, top_k, act=None, weights=No
         grouped_gemm_kernel, (triton.cdiv(num_outputs, config.block_n) * split_m, num_experts),
         x.data, x.scale, data, scale, weight.zero, bias, rows, counts, weights, y, num_tokens, split_m,
         TOP_K=top_k, N=num_outputs, K=num_channels, X_CHANNELS=x.data.shape[1], Y_CHANNELS=y.shape[-1], GROUP=group,
-        MXFP4=is_mxfp4, INT4=weight.is_int4, USE_ASM=(is_mxfp4 or weight.is_int4) and uses_asm(x.data), ACT=act,
+        MXFP4=is_mxfp4, INT4=weight.has_words, USE_ASM=(is_mxfp4 or weight.has_words) and uses_asm(x.data), ACT=act,
         LIMIT=limit, GATED=gated, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=block_k,
-        SWAP_AB=is_mxfp4 or weight.is_int4 or config.block_m < 64,
+        SWAP_AB=is_mxfp4 or weight.has_words or config.block_m < 64,
         PRECISION="ieee" if x.data.dtype == torch.float32 else "tf32",
         WARPS=config.num_warps, num_warps=config.num_warps, num_stages=num_stages, **launch_options(y.device),
     )  # fmt: skip

@@ -1,0 +1,148 @@
+"""Triton: e2m1 codes to numbers of 16 bits by shifts, with the scales of NVFP4.
+
+Owns the same two operations as unpack_int4.py, whose words and tiles these are: a tile of a weight, and a dot product of
+vectors; and the shifts of a pair of e2m1, for MXFP4 too. Sign, exponent and mantissa of an e2m1 are moved to their
+places in a number of 16 bits, which is then 2^-14 times the code's number in fp16, 2^-126 in bf16. A scale, upper bits
+of an fp16, is moved likewise, and one addition to its exponent makes up for the code's. In a tile the product of both
+is exact, times 2^-8, so the tensor cores add up groups by themselves.
+
+A word has codes of two groups of 16 channels, pairs 0 and 1 of one, 2 and 3 of the next.
+
+N output features; V vectors, W words of a tile.
+"""
+
+import triton
+import triton.language as tl
+
+from .gemv import split_four
+
+TILE_FACTOR = tl.constexpr(256.0)  # unpacked tiles are smaller by it
+
+
+def move_asm(source, target, shift, places):
+    """Assembly that moves two e2m1, one of each half word, to `target` as numbers.
+
+    They are at bits 15 to 12 once shifted left by `shift`; their exponents then begin `places` bits lower. t is
+    overwritten.
+    """
+    lines = [f"shl.b32 {target}, {source}, {shift};"] if shift else [f"mov.b32 {target}, {source};"]
+    lines += [f"and.b32 t, {target}, 0x70007000;", f"shr.u32 t, t, {places};"]
+    return [*lines, f"and.b32 {target}, {target}, 0x80008000;", f"or.b32 {target}, {target}, t;"]
+
+
+def dot_asm():
+    """$0 = the dot product of 32 NVFP4 numbers, the words $1 to $4, times 2^-14, with 32 fp16, the pairs $5 to $20.
+
+    $21 has the scales of the first two words, $22 those of the others. Two pairs are added, then scaled.
+    """
+    lines = [".reg .b16 l, h;", ".reg .b32 r, t, p, s, z, s0, s1;", ".reg .f32 f, g;", "mov.b32 z, 0;"]
+    for word in range(4):
+        for half in range(2):
+            for i in (2 * half, 2 * half + 1):
+                x = f"${4 * word + i + 5}"
+                lines += move_asm(f"${word + 1}", "r", 12 - 4 * i, 3)
+                lines.append(f"fma.rn.f16x2 p, r, {x}, p;" if i % 2 else f"mul.rn.f16x2 p, r, {x};")
+            byte = word % 2 * 2 + half
+            lines += [f"prmt.b32 s, ${21 + word // 2}, z, {0x0404 + byte * 0x1010:#06x};", "shr.u32 s, s, 1;"]
+            sum_ = f"s{half}"
+            lines.append(f"fma.rn.f16x2 {sum_}, p, s, {sum_};" if word else f"mul.rn.f16x2 {sum_}, p, s;")
+    lines += ["mov.b32 {l, h}, s0;", "cvt.f32.f16 f, l;", "cvt.f32.f16 g, h;", "add.f32 f, f, g;"]
+    lines += ["mov.b32 {l, h}, s1;", "cvt.f32.f16 g, l;", "add.f32 f, f, g;", "cvt.f32.f16 g, h;", "add.f32 $0, f, g;"]
+    return "{" + "\n".join(lines) + "}"
+
+
+def unpack_asm(places, shift, offset, multiply):
+    """Pair i of the words $8 and $9 in $(2i) and $(2i + 1), times the scales in $10, two bytes of each word."""
+    lines = [".reg .b32 t, r, s, z, zero;", "mov.b32 zero, 0;", "mov.b32 z, 0x80008000;"]  # z: -0, twice
+    for word in range(2):
+        for half in range(2):
+            lines += [f"prmt.b32 s, $10, zero, {0x4040 + (2 * word + half) * 0x0101:#06x};"]
+            lines += [f"mad.lo.u32 s, s, {1 << shift}, {offset:#010x};"]
+            for i in (2 * half, 2 * half + 1):
+                lines += [*move_asm(f"${8 + word}", "r", 12 - 4 * i, places), multiply.format(f"${2 * i + word}")]
+    return "{" + "\n".join(lines) + "}"
+
+
+DOT_ASM = tl.constexpr(dot_asm())
+# exponents of the scales: those of fp16 and 118 in bf16, 6 in fp16
+UNPACK_BF16 = tl.constexpr(unpack_asm(6, 4, 0x73007300, "fma.rn.bf16x2 {}, r, s, z;"))
+UNPACK_FP16 = tl.constexpr(unpack_asm(3, 7, 0x18001800, "mul.rn.f16x2 {}, r, s;"))
+
+
+@triton.jit
+def widen(codes):
+    """e2m1 as fp16, times 2^-14."""
+    codes = codes.to(tl.int16)
+    return (((codes & 8) << 12) | ((codes & 7) << 9)).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def scale_of(scale, BYTE: tl.constexpr):
+    """A byte's scale in fp32; the bytes of a word are numbered from the lowest."""
+    return (((scale >> 8 * BYTE) & 255) << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def vector_scales(place, TILE: tl.constexpr):
+    """Offsets of the scales, as words of four, of the first and last two words of vectors at place [V, 1]: [V, 2]."""
+    return place // TILE * (TILE // 64) + tl.arange(0, 2)[None, :] % (TILE // 64)
+
+
+@triton.jit
+def tile_scales(W: tl.constexpr, TILE: tl.constexpr):
+    """Offset of the scales, as pairs, of each of the W words of a tile, or of several."""
+    word = tl.arange(0, W)
+    return word // (TILE // 8) * (TILE // 32) + word % (TILE // 32)
+
+
+@triton.jit
+def dot_word(x, word, scale, BYTE: tl.constexpr):
+    """Dot products fp32 [V, N] of a word of each vector, times 2^-14, in fp32."""
+    dot = tl.zeros(word.shape, tl.float32)
+    for i in tl.static_range(4):
+        pair = x[2 * i] * widen((word >> 4 * i) & 15).to(tl.float32)
+        pair += x[2 * i + 1] * widen((word >> 4 * i + 16) & 15).to(tl.float32)
+        dot += pair * scale_of(scale, BYTE + i // 2)
+    return dot
+
+
+@triton.jit
+def dot_nvfp4(x, grow, words, scale, USE_ASM: tl.constexpr):
+    """Multiply the vectors of `load_x` by words int32 [V, N, 4] with scales int32 [V, N, 2]. Returns fp32 [V, N]."""
+    a, b, c, d = x
+    w_0, w_1, w_2, w_3 = split_four(words)
+    s_0, s_1 = tl.split(scale)
+    if USE_ASM:
+        dot = tl.inline_asm_elementwise(
+            DOT_ASM, "=f" + ",r" * 22,
+            [w_0, w_1, w_2, w_3, a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3], c[0], c[1], c[2], c[3],
+             d[0], d[1], d[2], d[3], s_0, s_1],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+        return dot * (grow * (1.0 / 1024.0))  # `load_x` makes up for integers' 2^-24
+    else:
+        dot = dot_word(a, w_0, s_0, 0) + dot_word(b, w_1, s_0, 2) + dot_word(c, w_2, s_1, 0) + dot_word(d, w_3, s_1, 2)
+        return dot * 16384.0
+
+
+@triton.jit
+def unpack_tile(words, scale, DTYPE: tl.constexpr, USE_ASM: tl.constexpr):
+    """Numbers [N, 8 W] in DTYPE of words int32 [N, W] with scales int16 [N, W], times 2^-8. USE_ASM: in 16 bits.
+
+    They are in the order of the words, one pair of channels after the other.
+    """
+    N: tl.constexpr = words.shape[0]
+    W: tl.constexpr = words.shape[1]
+    if USE_ASM:
+        ASM: tl.constexpr = UNPACK_BF16 if DTYPE == tl.bfloat16 else UNPACK_FP16  # noqa: SIM300
+        p_0, p_1, p_2, p_3 = tl.inline_asm_elementwise(
+            ASM, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r", [words, scale], dtype=(tl.int32,) * 4, is_pure=True, pack=2
+        )
+        pairs = tl.join(tl.join(p_0, p_2), tl.join(p_1, p_3))  # [N, W, 2, 2]
+        low, high = pairs.to(tl.int16), (pairs >> 16).to(tl.int16)
+        return tl.join(low.to(DTYPE, bitcast=True), high.to(DTYPE, bitcast=True)).reshape((N, 8 * W))
+    else:
+        n = tl.arange(0, 8)
+        codes = (words[:, :, None] >> (n // 2 * 4 + n % 2 * 16)[None, None, :]) & 15
+        scales = scale.to(tl.int32)[:, :, None] >> (n // 4 * 8)[None, None, :]
+        return (widen(codes).to(tl.float32) * (scale_of(scales, 0) * 64.0)).to(DTYPE).reshape((N, 8 * W))
