@@ -339,7 +339,9 @@ WORKLOADS: dict[str, Callable[[int], Workload]] = {
 
 
 def write_model(directory: str | Path, size: str, quantization: str | None = None) -> str:
-    """Write the ``config.json`` of a model of ``size``, a key of SIZES, maybe in "int4" or "nvfp4"; return the directory.
+    """Write the ``config.json`` of a model of ``size``, a key of SIZES, maybe in "int4" or "nvfp4".
+
+    Returns the directory.
     """
     shapes = OTHERS | VISION
     config = {"torch_dtype": "bfloat16", **(shapes[size] if size in shapes else qwen3(size))}

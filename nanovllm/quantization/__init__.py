@@ -4,7 +4,8 @@
     tensors.py  ``new_weight``: the parameters of a scheme; the checkpoint tensors that fill them
     numbers.py  the stored form, ``dequantized``: reference of the kernels
 
-``fields.py`` has what the rules share; ``packed.py`` gathers the tensors of ``int4`` and ``nvfp4``. Layers and loader ask ``weights.py``, which has the table of schemes.
+``fields.py`` has what the rules share; ``packed.py`` gathers the tensors of ``int4`` and ``nvfp4``. Layers and loader
+ask ``weights.py``, which has the table of schemes.
 """
 
 from collections.abc import Sequence
@@ -44,7 +45,8 @@ def read_quantization(raw: dict[str, Any], family: "Family",
         return None, None, [{}] * num_layers
     if num_layers * num_experts > MAX_EXPERTS:
         raise refusal(f"{num_layers} layers of {num_experts} experts")
-    method, form = str(quantization.get("quant_method")), str(quantization.get("format", quantization.get("quant_algo")))
+    method = str(quantization.get("quant_method"))
+    form = str(quantization.get("format", quantization.get("quant_algo")))
     folder = FORMATS.get((method, form)) or FORMATS.get((method, None))
     if folder is None:
         raise refusal(f"quant_method={quantization.get('quant_method')!r:.100}")

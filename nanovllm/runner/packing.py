@@ -63,9 +63,10 @@ def describe_packed(model: Any, device: torch.device) -> str:
         dtype = next(model.parameters()).dtype
         # experts are dequantized in any dtype
         has_advice = dtype != int4.CPU_DTYPE and model.config.moe is None and not of_floats
-        copies = f"linear layers multiply copies in {str(dtype).removeprefix('torch.')}"
-        is_copied = bool(of_floats) and has_product
-        notes.append(copies if is_copied else f"dequantized in {steps}" + ", which dtype='bfloat16' avoids" * has_advice)
+        if of_floats and has_product:
+            notes.append(f"linear layers multiply copies in {str(dtype).removeprefix('torch.')}")
+        else:
+            notes.append(f"dequantized in {steps}" + ", which dtype='bfloat16' avoids" * has_advice)
     notes += ["scales of inputs not used"] * any(scheme.has_input_scales for scheme in of_floats)
     kept, widened = ("NVFP4", "NVFP4") if of_floats else ("INT4", "integer")
     if of_floats and all(scheme.layout.startswith("mxfp4") for scheme in of_floats):

@@ -34,7 +34,8 @@ SHAPES = [(24, 192), (332, 64), (38, 1088), (70, 384), (26, 176)]
 
 def test_numbers_by_the_definition_of_the_format():
     """Every code with every e4m3, in each place of a tile."""
-    scales = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float().repeat(16)[: 15 * 128].view(15, 128)
+    scales = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float().repeat(16)
+    scales = scales[: 15 * 128].view(15, 128)
     assert torch.equal(numbers.scales_of(numbers.stored(scales)), scales)
     codes = torch.randint(0, 16, (15, 2048), dtype=torch.uint8)
     factor = torch.rand(15, 1)

@@ -174,7 +174,7 @@ def add_tile(
     acc, x, words, scale, zero, WARPS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
     USE_ASM: tl.constexpr,
 ):  # fmt: skip
-    """acc + the products of `dot_tile`, scaled: of integers with scales [N], of NVFP4 with scales int16 [N, TILE / 8]."""
+    """acc + the products of `dot_tile`, scaled: scales of integers [N], of NVFP4 int16 [N, TILE / 8]."""
     if scale.dtype == tl.int16:
         weight = in_order(unpack_nvfp4(words, scale, x.dtype, USE_ASM), WARPS, TILE)
         return tl.dot(weight, tl.trans(x), acc, input_precision=PRECISION)
@@ -302,16 +302,17 @@ def int4_dequantize_kernel(
     w = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
     mask = w < num_words
     words = tl.load(words_ptr + feature * num_words + w, mask=mask, other=0)
-    codes = (words[:, None] >> (tl.arange(0, 8) * 4)[None, :]) & 15
     if factor_ptr is not None:
         offs = w // (TILE // 8) * (TILE // 32) + w % (TILE // 32)
         scale = tl.load(scale_ptr + feature * (num_words // 4) + offs, mask=mask, other=0).to(tl.int32)
         scale = scale_of(scale[:, None] >> (tl.arange(0, 8) % 4 // 2 * 8)[None, :], 0)
+        codes = (words[:, None] >> (tl.arange(0, 8) * 4)[None, :]) & 15
         values = widen(codes).to(tl.float32) * (scale * (tl.load(factor_ptr + feature) * 16384.0))
     else:
         group = feature * num_groups + w // (num_words // num_groups)
         scale = tl.load(scale_ptr + group, mask=mask, other=0.0).to(tl.float32)
         zero = load_zero(zero_ptr, group, mask)
+        codes = (words[:, None] >> (tl.arange(0, 8) * 4)[None, :]) & 15
         values = (codes - zero[:, None]).to(tl.float32) * scale[:, None]
     numbers = values.to(y_ptr.dtype.element_ty)
     if TILE >= 32:  # from the order of words to that of channels

@@ -1,10 +1,10 @@
 """Triton: e2m1 codes to numbers of 16 bits by shifts, with the scales of NVFP4.
 
-Owns the same two operations as unpack_int4.py, whose words and tiles these are: a tile of a weight, and a dot product of
-vectors; and the shifts of a pair of e2m1, for MXFP4 too. Sign, exponent and mantissa of an e2m1 are moved to their
-places in a number of 16 bits, which is then 2^-14 times the code's number in fp16, 2^-126 in bf16. A scale, upper bits
-of an fp16, is moved likewise, and one addition to its exponent makes up for the code's. In a tile the product of both
-is exact, times 2^-8, so the tensor cores add up groups by themselves.
+Owns the operations of unpack_int4.py, whose words and tiles these are: a tile of a weight, and a dot product of vectors.
+Owns the shifts of a pair of e2m1 too, for MXFP4. Sign, exponent and mantissa of an e2m1 are moved to their places in a
+number of 16 bits, which is then 2^-14 times the code's number in fp16, 2^-126 in bf16. A scale, upper bits of an fp16,
+is moved likewise, and one addition to its exponent makes up for the code's. In a tile the product of both is exact,
+times 2^-8, so the tensor cores add up groups by themselves.
 
 A word has codes of two groups of 16 channels, pairs 0 and 1 of one, 2 and 3 of the next.
 

@@ -8,7 +8,7 @@ says what is computed.
 
 With e4m3 weights up to 4 tokens are multiplied in their own 16 bits (W8A16). From 5 on, on Hopper, rows are quantized
 to e4m3 as well, each by itself, before both products (W8A8); elsewhere tiles of the weights are widened in registers.
-MXFP4 weights and 4-bit integers are widened in registers everywhere (W4A16).
+MXFP4 weights, 4-bit integers and NVFP4 are widened in registers everywhere (W4A16).
 The references do not quantize rows. If Triton cannot convert e4m3, or a scale's number of channels is not a multiple
 of 16, all experts are dequantized at each call, which is correct but slow.
 """

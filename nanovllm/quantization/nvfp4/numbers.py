@@ -49,7 +49,7 @@ def codes_of(words, tile):
 
 
 def dequantized(words, scale, factor, dtype):
-    """Numbers [..., N, C] in ``dtype`` of words int32 [..., N, C / 8], scale uint8 [..., N, C / 16], factor [..., N, 1].
+    """Numbers [..., N, C] in ``dtype``; words int32 [..., N, C / 8], scale uint8 [..., N, C / 16], factor [..., N, 1].
 
     They are rounded to fp32 twice, as by ModelOpt: the product of scale and factor, and that with the code.
     """
