@@ -76,8 +76,8 @@ def fitting(param: Any, tensor: CheckpointTensor, packed: PackedTensors | None,
     """
     if packed is not None and is_adapted:
         raise CheckpointError(
-            f"module {packed.name!r} is of packed {packed.scheme.noun}, and an adapter is merged into 16-bit weights. Take "
-            "the 16-bit checkpoint; LLM(quantization='fp8') quantizes the sum."
+            f"module {packed.name!r} is of packed {packed.scheme.noun}, and an adapter is merged into 16-bit weights. "
+            "Take the 16-bit checkpoint; LLM(quantization='fp8') quantizes the sum."
         )
     if packed is None and hasattr(param, "halves"):
         raise CheckpointError(

@@ -1,6 +1,6 @@
 """Triton: e2m1 codes to numbers of 16 bits by shifts, with the scales of NVFP4.
 
-Owns the operations of unpack_int4.py, whose words and tiles these are: a tile of a weight, and a dot product of vectors.
+Owns the operations of unpack_int4.py, whose words and tiles these are: a weight's tile, and a dot product of vectors.
 Owns the shifts of a pair of e2m1 too, for MXFP4. Sign, exponent and mantissa of an e2m1 are moved to their places in a
 number of 16 bits, which is then 2^-14 times the code's number in fp16, 2^-126 in bf16. A scale, upper bits of an fp16,
 is moved likewise, and one addition to its exponent makes up for the code's. In a tile the product of both is exact,

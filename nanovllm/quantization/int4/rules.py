@@ -100,8 +100,15 @@ class IntScheme(NamedTuple):
     symmetric: bool  # codes are relative to half their range, else each group has a zero
     act_order: bool = False  # ``g_idx`` says which group a channel belongs to
 
-    noun = "integers"  # in errors
-    unused_tensors = "(?!)"
+    @property
+    def noun(self) -> str:
+        """What the codes are, in errors."""
+        return "integers"
+
+    @property
+    def unused_tensors(self) -> str:
+        """A regular expression of tensors that such checkpoints have and the model does without."""
+        return "(?!)"
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ KINDS = {  # by layout: suffixes of a module's tensors, codes and scales first
     "modelopt": ("weight", "weight_scale", "weight_scale_2"),  # the last one multiplies
 }
 GROUPS = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32, "modelopt": 16}  # channels of a scale, by layout
+UNUSED_TENSORS = r".*\.(input_scale|input_global_scale|q_scale|prob_output_scale|q_proj\.output_scale)"
 # Inputs are rounded to 4 or 8 bits by the program that quantized them; not here.
 INPUTS: dict[str, Any] = {"num_bits": (4, 8), "type": ("float",)}
 WEIGHTS: dict[str, Any] = {
@@ -46,10 +47,21 @@ class Fp4Scheme(NamedTuple):
     layout: str  # a key of ``KINDS``
     has_input_scales: bool = False  # which the products here do without
 
-    bits = 4
-    act_order = False
-    noun = "4-bit floats"
-    unused_tensors = r".*\.(input_scale|input_global_scale|q_scale|prob_output_scale|q_proj\.output_scale)"
+    @property
+    def bits(self) -> int:
+        return 4
+
+    @property
+    def act_order(self) -> bool:
+        return False
+
+    @property
+    def noun(self) -> str:
+        return "4-bit floats"
+
+    @property
+    def unused_tensors(self) -> str:
+        return UNUSED_TENSORS
 
     @property
     def kinds(self) -> tuple[str, ...]:
