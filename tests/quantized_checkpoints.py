@@ -32,8 +32,8 @@ from nanovllm.quantization.packed import merged_name, scheme_of
 from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
 __all__ = [  # the library's names, for tests: they are imported here only
-    "CheckpointTensor", "Fp4Scheme", "Fp4Tensors", "IntScheme", "IntTensors", "WeightFiller", "linears", "merged_name",
-    "scheme_of",
+    "CheckpointTensor", "Fp4Scheme", "Fp4Tensors", "IntScheme", "IntTensors", "TPGroup", "WeightFiller", "linears",
+    "merged_name", "scheme_of",
 ]  # fmt: skip
 E4M3 = torch.float8_e4m3fn
 # The last blocks of 128 are partial, and so is the last group of 64 channels of down_proj.
