@@ -146,6 +146,9 @@ def run_ptx(text, operands):
         to, *sources = re.findall(r"\{[^}]*\}|[$\w]+", rest)
         if op == ".reg":
             continue
+        if op == "mov.b32" and sources[0].startswith("{"):
+            registers[to] = word(torch.stack([registers[name] for name in re.findall(r"\w+", sources[0])], -1))
+            continue
         if op == "mov.b32" and to.startswith("{"):
             for name, half in zip(re.findall(r"\w+", to), halves(read(sources[0])).unbind(-1), strict=True):
                 registers[name] = half.view(torch.float16)

@@ -8,7 +8,6 @@ import torch
 
 from nanovllm.kernels.linear import dispatch, int4, reference, unpack_nvfp4
 from nanovllm.kernels.linear.reference import Weight
-from nanovllm.quantization.int4.numbers import words_of
 from nanovllm.quantization.nvfp4 import numbers
 
 from . import DEVICE, EPS, another, make_epilogue, rand, randn
@@ -26,7 +25,7 @@ def make_weight(N, C, experts=()):
     scales.flatten()[::11] = 0
     codes = torch.where(scales.repeat_interleave(16, -1) > 0, codes, 0)
     factor = (rand(*experts, N, 1) + 0.5) / C**0.5 / 400
-    return Weight(words_of(codes, numbers.tile_of(C)), numbers.stored(scales), factor=factor)
+    return Weight(numbers.words_of(codes, numbers.tile_of(C)), numbers.stored(scales), factor=factor)
 
 
 SHAPES = [(24, 192), (332, 64), (38, 1088), (70, 384), (26, 176)]
@@ -42,7 +41,7 @@ def test_numbers_by_the_definition_of_the_format():
     sign, exponent, mantissa = 1 - 2 * (codes >> 3).int(), (codes >> 1 & 3).int(), (codes & 1).int()
     values = sign * torch.where(exponent == 0, mantissa * 0.5, (1 + mantissa / 2) * 2.0 ** (exponent - 1))
     want = values * (scales * factor).repeat_interleave(16, 1)
-    got = numbers.dequantized(words_of(codes, 128), numbers.stored(scales), factor, torch.float32)
+    got = numbers.dequantized(numbers.words_of(codes, 128), numbers.stored(scales), factor, torch.float32)
     assert torch.equal(got, want)
 
 
@@ -119,7 +118,7 @@ def test_fused_linear_at_model_size(num_tokens, N, C, dtype):
 
 
 def in_words(codes):
-    return (codes << torch.arange(0, 32, 4)).sum(-1)
+    return numbers.words_of(codes.to(torch.uint8), 1).long()[..., 0] & 0xFFFFFFFF
 
 
 def random_scales(*shape):

@@ -37,7 +37,7 @@ from .unpack_int4 import (
     unpack_tile,
     uses_asm,
 )
-from .unpack_nvfp4 import TILE_FACTOR, dot_nvfp4, scale_of, tile_scales, vector_scales, widen
+from .unpack_nvfp4 import TILE_FACTOR, dot_nvfp4, load_vector_scales, number_at, scale_of, tile_scales
 from .unpack_nvfp4 import unpack_tile as unpack_nvfp4
 
 MIN_TOKENS_DENSE = 65
@@ -57,9 +57,8 @@ def load_vectors(
     words_ptrs = tl.max_contiguous(words_ptr + offs, [2, 1, 4])  # see gemv.py
     words = tl.load(words_ptrs, mask=mask[:, :, None], other=0)
     if scale_ptr.dtype.element_ty == tl.int32:
-        offs = features[None, :, None] * (NUM_CHANNELS // 64) + vector_scales(place, TILE)[:, None, :]
-        scale_ptrs = tl.max_contiguous(scale_ptr + offs, [1, 1, 2 if TILE == 128 else 1])
-        return words, tl.load(scale_ptrs, mask=mask[:, :, None], other=0), load_zero(None, place, mask)
+        scale = load_vector_scales(scale_ptr, features[None, :] * (NUM_CHANNELS // 64), place, mask, TILE)
+        return words, scale, load_zero(None, place, mask)
     else:
         group = features[None, :] * NUM_GROUPS + place // (NUM_CHANNELS // NUM_GROUPS)
         scale = tl.load(scale_ptr + group, mask=mask, other=0.0).to(tl.float32)
@@ -177,7 +176,8 @@ def add_tile(
     """acc + the products of `dot_tile`, scaled: scales of integers [N], of NVFP4 int16 [N, TILE / 8]."""
     if scale.dtype == tl.int16:
         weight = in_order(unpack_nvfp4(words, scale, x.dtype, USE_ASM), WARPS, TILE)
-        return tl.dot(weight, tl.trans(x), acc, input_precision=PRECISION)
+        # The factor is here to keep acc out of the product, where ptxas would wait for each wgmma of the tile.
+        return acc + tl.dot(weight, tl.trans(x), input_precision=PRECISION) * TILE_FACTOR
     else:
         return acc + dot_tile(x, words, zero, WARPS, TILE, PRECISION, USE_ASM) * scale.to(tl.float32)[:, None]
 
@@ -240,7 +240,7 @@ def int4_gemm_kernel(
         if PAIRS:
             acc = add_tile(acc, more_x, more_words, more_scale, more_zero, WARPS, TILE, PRECISION, USE_ASM)
     if factor_ptr is not None:
-        acc *= (tl.load(factor_ptr + n % N) * TILE_FACTOR)[:, None]
+        acc *= tl.load(factor_ptr + n % N)[:, None]
     parts_ptrs = parts_ptr + (tl.program_id(1).to(tl.int64) * num_tokens + m)[:, None] * N + n[None, :]
     tl.store(parts_ptrs, tl.trans(acc), mask=(m < num_tokens)[:, None] & (n < N)[None, :])
 
@@ -306,8 +306,8 @@ def int4_dequantize_kernel(
         offs = w // (TILE // 8) * (TILE // 32) + w % (TILE // 32)
         scale = tl.load(scale_ptr + feature * (num_words // 4) + offs, mask=mask, other=0).to(tl.int32)
         scale = scale_of(scale[:, None] >> (tl.arange(0, 8) % 4 // 2 * 8)[None, :], 0)
-        codes = (words[:, None] >> (tl.arange(0, 8) * 4)[None, :]) & 15
-        values = widen(codes).to(tl.float32) * (scale * (tl.load(factor_ptr + feature) * 16384.0))
+        factor = tl.load(factor_ptr + feature) * 16384.0
+        values = number_at(words[:, None], tl.arange(0, 8)[None, :]).to(tl.float32) * (scale * factor)
     else:
         group = feature * num_groups + w // (num_words // num_groups)
         scale = tl.load(scale_ptr + group, mask=mask, other=0.0).to(tl.float32)

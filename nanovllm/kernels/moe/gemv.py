@@ -18,7 +18,7 @@ import triton.language as tl
 from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
 from ..linear.gemv import activate, dot_fp8, load_pairs, multiplies_in_fp16, unpack
 from ..linear.unpack_int4 import VECTOR, dot_int4, load_x, load_zero, uses_asm
-from ..linear.unpack_nvfp4 import dot_nvfp4, vector_scales
+from ..linear.unpack_nvfp4 import dot_nvfp4, load_vector_scales
 from .unpack import dot_mxfp4, dot_mxfp4_plain, e8m0
 
 
@@ -79,8 +79,7 @@ def load_scale(
     """
     if scale_ptr.dtype.element_ty == tl.int32:
         mask &= channel < NUM_CHANNELS
-        ptrs = scale_ptr + features * NUM_GROUPS
-        return tl.load(ptrs[:, :, None] + vector_scales(channel, TILE)[:, None, :], mask=mask[:, :, None], other=0)
+        return load_vector_scales(scale_ptr, features * NUM_GROUPS, channel, mask, TILE)
     elif MXFP4:
         mask &= channel < NUM_CHANNELS
         return e8m0(tl.load(scale_ptr + (channel // 32 * NUM_FEATURES + features), mask=mask, other=0))

@@ -64,12 +64,16 @@ def load_scale(scale_ptr, features, step, K: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def dot_tile(x, weight, scale, acc, GROUP: tl.constexpr, SWAP_AB: tl.constexpr, PRECISION: tl.constexpr):
+def dot_tile(
+    x, weight, scale, acc, GROUP: tl.constexpr, SWAP_AB: tl.constexpr, PRECISION: tl.constexpr, NVFP4: tl.constexpr
+):  # fmt: skip
     """acc + x weight^T, [BLOCK_M, BLOCK_N]; transposed with SWAP_AB: wgmma takes 64 rows, and the weight has them.
 
     With GROUP the weight is widened, unless x is e4m3 too, and a step's sum is scaled before it is added in fp32.
     """
-    if GROUP == 0:
+    if NVFP4:  # as in ../linear/int4.py
+        return acc + tl.dot(weight, tl.trans(x), input_precision=PRECISION) * TILE_FACTOR
+    elif GROUP == 0:
         if SWAP_AB:
             return tl.dot(weight, tl.trans(x), acc, input_precision=PRECISION)
         else:
@@ -174,17 +178,17 @@ def grouped_gemm_kernel(
                 weight = load_tile(
                     weight_ptrs, scale_ptr, zero_ptr, rows, step, k, K, BLOCK_K, GROUP, INT4, x.dtype, WARPS, USE_ASM
                 )
-                acc = dot_tile(x, weight, scale, acc, GROUP, SWAP_AB, PRECISION)
+                acc = dot_tile(x, weight, scale, acc, GROUP, SWAP_AB, PRECISION, factor_ptr is not None)
                 if GATED:
                     weight = load_tile(
                         weight_ptrs + N * (K // PACK), scale_ptr, zero_ptr, rows + N, step, k, K, BLOCK_K, GROUP, INT4,
                         x.dtype, WARPS, USE_ASM,
                     )
-                    up = dot_tile(x, weight, up_scale, up, GROUP, SWAP_AB, PRECISION)
+                    up = dot_tile(x, weight, up_scale, up, GROUP, SWAP_AB, PRECISION, factor_ptr is not None)
         if factor_ptr is not None:
-            acc *= (tl.load(factor_ptr + features) * TILE_FACTOR)[:, None]
+            acc *= tl.load(factor_ptr + features)[:, None]
             if GATED:
-                up *= (tl.load(factor_ptr + features + N) * TILE_FACTOR)[:, None]
+                up *= tl.load(factor_ptr + features + N)[:, None]
         if x_scale_ptr is not None:
             x_scale = tl.load(x_scale_ptr + x_row, mask=is_row, other=0.0)
             acc *= x_scale[None, :] if SWAP_AB else x_scale[:, None]

@@ -11,7 +11,17 @@ import triton.language as tl
 
 from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
 from ..linear.gemv import pack, split_four, unpack
-from ..linear.unpack_nvfp4 import move_asm, widen
+
+
+def move_asm(source, target, shift, places):
+    """Assembly that moves two e2m1, one of each half word, to `target` as numbers.
+
+    They are at bits 15 to 12 once shifted left by `shift`; their exponents then begin `places` bits lower. t is
+    overwritten.
+    """
+    lines = [f"shl.b32 {target}, {source}, {shift};"] if shift else [f"mov.b32 {target}, {source};"]
+    lines += [f"and.b32 t, {target}, 0x70007000;", f"shr.u32 t, t, {places};"]
+    return [*lines, f"and.b32 {target}, {target}, 0x80008000;", f"or.b32 {target}, {target}, t;"]
 
 
 def unpack_asm(places, multiply):
@@ -53,6 +63,13 @@ def scale_factors(scale, DTYPE: tl.constexpr):
         return tl.maximum(scale - 98, 0) << 10
     else:  # 2 ** (scale - 1)
         return (scale + 126) << 7
+
+
+@triton.jit
+def widen(codes):
+    """e2m1 as fp16, times 2^-14."""
+    codes = codes.to(tl.int16)
+    return (((codes & 8) << 12) | ((codes & 7) << 9)).to(tl.float16, bitcast=True)
 
 
 @triton.jit

@@ -5,17 +5,19 @@ without sign. Here a scale is bits 14 to 7 of the same number in fp16, five of e
 and one addition make it bf16 or fp16 on every GPU, subnormal e4m3 included. The product of code and scale has at most
 six significant bits, so it is exact in 16 bits. A group whose scale is 0 has zeros for codes.
 
-Codes are in words of 32 bits as 4-bit integers are, and in their order (``../int4/numbers.py``), in tiles that several
-groups share. Scales are in the order of the channels.
+Eight codes are in a word of 32 bits, in the order of 4-bit integers (``../int4/numbers.py``) and in tiles that several
+groups share. Each half word has magnitudes and signs of four codes apart, where kernels move them at least cost. Scales
+are in the order of the channels.
 """
 
 import torch
 
-from nanovllm.quantization.int4.numbers import channels_of
+from nanovllm.quantization.int4.numbers import channels_of, tiled
 from nanovllm.quantization.mxfp4.numbers import MAGNITUDES
 
 GROUP = 16  # channels of a scale
 ONE = 0x78  # the scale 1.0
+MAGNITUDE_BITS, SIGN_BITS = (6, 3, 0, 9), (15, 12, 13, 14)  # lowest bits of the four codes in a half word
 TILES = 128, 64  # channels; a thread needs the scales of whole words of four
 
 
@@ -39,10 +41,23 @@ def magnitudes(device):
     return torch.tensor([sign * x for sign in (1, -1) for x in MAGNITUDES], device=device)
 
 
+def words_of(codes, tile):
+    """Pack codes uint8 [..., C], C a multiple of 8, into words int32 [..., C / 8], in tiles."""
+    codes = tiled(codes, tile).unflatten(-1, (-1, 4)).int()
+    halves = 0
+    for i, places in enumerate(zip(MAGNITUDE_BITS, SIGN_BITS, strict=True)):
+        of_magnitude, of_sign = places
+        halves = halves | (codes[..., i] & 7) << of_magnitude | (codes[..., i] >> 3) << of_sign
+    return halves.to(torch.int16).view(torch.int32)
+
+
 def codes_of(words, tile):
     """Unpack words int32 [..., N, C / 8] to codes int32 [..., N, C] in the order of the channels."""
-    bytes_ = words.contiguous().view(torch.uint8)
-    codes = torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(-2).int()
+    halves = words.contiguous().view(torch.int16).int()
+    codes = [halves >> magnitude & 7 | (halves >> sign & 1) << 3 for magnitude, sign in zip(
+        MAGNITUDE_BITS, SIGN_BITS, strict=True,
+    )]  # fmt: skip
+    codes = torch.stack(codes, -1).flatten(-2)
     place = torch.empty_like(channels_of(codes.shape[-1], tile, words.device))
     place[channels_of(codes.shape[-1], tile, words.device)] = torch.arange(len(place), device=words.device)
     return codes.index_select(-1, place)

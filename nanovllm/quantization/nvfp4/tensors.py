@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from nanovllm.errors import CheckpointError
-from nanovllm.quantization.int4.numbers import CODES, words_of
+from nanovllm.quantization.int4.numbers import CODES
 from nanovllm.quantization.nvfp4 import numbers
 from nanovllm.quantization.nvfp4.rules import Fp4Scheme
 from nanovllm.utils.checkpoint_tensor import E4M3, CheckpointTensor, check_dtype
@@ -141,7 +141,7 @@ class Fp4Tensors:
             multiplier = self.number if self.scheme.layout == "modelopt" else 1 / self.number
         multiplier = multiplier.expand(len(codes), 1)
         codes = torch.where(scales.repeat_interleave(self.scheme.group_size, 1) > 0, codes, 0)
-        words = words_of(codes, numbers.tile_of(data.shape[-1] * CODES))
+        words = numbers.words_of(codes, numbers.tile_of(data.shape[-1] * CODES))
         spread = numbers.stored(scales).repeat_interleave(self.scheme.group_size // numbers.GROUP, 1)
         tensors = (data, CheckpointTensor.of(self.name, words)), (scale, CheckpointTensor.of(self.name, spread))
         return [*tensors, (factor, Factors.of(self.name, multiplier))]
