@@ -57,7 +57,7 @@ def load_vectors(
     words_ptrs = tl.max_contiguous(words_ptr + offs, [2, 1, 4])  # see gemv.py
     words = tl.load(words_ptrs, mask=mask[:, :, None], other=0)
     if scale_ptr.dtype.element_ty == tl.int32:
-        scale = load_vector_scales(scale_ptr, features[None, :] * (NUM_CHANNELS // 64), place, mask, TILE)
+        scale = load_vector_scales(scale_ptr + features[None, :] * (NUM_CHANNELS // 64), place, mask, TILE)
         return words, scale, load_zero(None, place, mask)
     else:
         group = features[None, :] * NUM_GROUPS + place // (NUM_CHANNELS // NUM_GROUPS)

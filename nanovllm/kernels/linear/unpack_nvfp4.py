@@ -97,13 +97,13 @@ def scale_of(scale, BYTE: tl.constexpr):
 
 
 @triton.jit
-def load_vector_scales(ptr, offs, place, mask, TILE: tl.constexpr):
+def load_vector_scales(row_ptrs, place, mask, TILE: tl.constexpr):
     """Load the scales of vectors at place [V, 1], int32 [V, N, 2]: those of the first two words, and of the others.
 
-    offs [V, N] or [1, N]: beginnings of the features' rows; mask [V, N].
+    row_ptrs [V, N] or [1, N]: where the features' rows begin; mask [V, N].
     """
     of_vector = place // TILE * (TILE // 64) + tl.arange(0, 2)[None, :] % (TILE // 64)
-    ptrs = ptr + (offs[:, :, None] + of_vector[:, None, :])
+    ptrs = row_ptrs[:, :, None] + of_vector[:, None, :]
     if TILE == 128:  # the layout of the words (see gemv.py): in another one Triton would convert these at each step
         ptrs = tl.max_contiguous(ptrs, [2, 1, 2])
     return tl.load(ptrs, mask=mask[:, :, None], other=0)

@@ -79,7 +79,7 @@ def load_scale(
     """
     if scale_ptr.dtype.element_ty == tl.int32:
         mask &= channel < NUM_CHANNELS
-        return load_vector_scales(scale_ptr, features * NUM_GROUPS, channel, mask, TILE)
+        return load_vector_scales(scale_ptr + features * NUM_GROUPS, channel, mask, TILE)
     elif MXFP4:
         mask &= channel < NUM_CHANNELS
         return e8m0(tl.load(scale_ptr + (channel // 32 * NUM_FEATURES + features), mask=mask, other=0))
