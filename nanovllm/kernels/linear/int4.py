@@ -384,6 +384,23 @@ def gemv_config(num_features, num_channels, sms):
     return Int4GemvConfig(16, 64, 2, 4 * sms)
 
 
+def nvfp4_gemv_config(num_features, num_channels, sms):
+    """By registers of a thread, about 128, and 168 where steps of 8 features load x again: 16 and 12 warps on an SM."""
+    num_vectors, num_tiles = num_channels // VECTOR, triton.cdiv(num_features, 8)
+    if num_vectors <= 128:  # one step
+        block_v = max(32, triton.next_power_of_2(num_vectors))
+        num_warps = block_v // 32
+        if num_tiles * num_warps <= 16 * sms:  # all programs run at once
+            return Int4GemvConfig(8, block_v, num_warps, num_tiles)
+        if num_warps > 1 and num_tiles * num_warps <= 24 * sms:
+            return Int4GemvConfig(8, block_v // 2, num_warps // 2, num_tiles)
+        return Int4GemvConfig(8, block_v, num_warps, 16 // num_warps * sms)
+    idle = {block_v: triton.cdiv(num_vectors, block_v) * block_v - num_vectors for block_v in (128, 64, 32)}
+    block_v = next(block_v for block_v in idle if idle[block_v] <= 0.3 * num_vectors)
+    num_tiles, num_programs = triton.cdiv(num_features, 4), 16 // (block_v // 32) * sms
+    return Int4GemvConfig(4, block_v, block_v // 32, num_tiles if num_tiles <= 2 * num_programs else num_programs)
+
+
 def gemm_config(num_tokens, num_features, num_steps, sms):
     block_m, block_n = min(64, max(16, triton.next_power_of_2(num_tokens))), 64
     num_tiles = triton.cdiv(num_features, block_n)
@@ -400,7 +417,8 @@ def int4_gemv(x, weight, bias, norm_weight, eps, residual, act_mul):
     assert x.shape == (1, num_channels) and x.stride(1) == 1
     num_outputs = num_features // 2 if act_mul else num_features
     y = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
-    config = gemv_config(num_features, num_channels, num_sms(x.device))
+    choose = gemv_config if weight.factor is None else nvfp4_gemv_config
+    config = choose(num_features, num_channels, num_sms(x.device))
     launch(
         int4_gemv_kernel, (config.num_programs,),
         x, *arguments(weight, torch.int32), bias, norm_weight, residual, y, num_outputs, eps,
