@@ -37,7 +37,7 @@ from .unpack_int4 import (
     unpack_tile,
     uses_asm,
 )
-from .unpack_nvfp4 import TILE_FACTOR, dot_nvfp4, load_vector_scales, number_at, scale_of, tile_scales
+from .unpack_nvfp4 import TILE_FACTOR, dot_nvfp4, load_vector_scales, tile_scales
 from .unpack_nvfp4 import unpack_tile as unpack_nvfp4
 
 MIN_TOKENS_DENSE = 65
@@ -294,9 +294,10 @@ def int4_dequantize_kernel(
     num_groups,
     TILE: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    USE_ASM: tl.constexpr,  # with factors only
     USE_PDL: tl.constexpr,
 ):
-    """One program: BLOCK_W words of an output feature. A product with the scale is rounded once."""
+    """One program: BLOCK_W words of an output feature. A product with the scale, or the factor, is rounded once."""
     pdl_launch_dependents(USE_PDL)
     feature = tl.program_id(0).to(tl.int64)
     w = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
@@ -304,19 +305,19 @@ def int4_dequantize_kernel(
     words = tl.load(words_ptr + feature * num_words + w, mask=mask, other=0)
     if factor_ptr is not None:
         offs = w // (TILE // 8) * (TILE // 32) + w % (TILE // 32)
-        scale = tl.load(scale_ptr + feature * (num_words // 4) + offs, mask=mask, other=0).to(tl.int32)
-        scale = scale_of(scale[:, None] >> (tl.arange(0, 8) % 4 // 2 * 8)[None, :], 0)
-        factor = tl.load(factor_ptr + feature) * 16384.0
-        values = number_at(words[:, None], tl.arange(0, 8)[None, :]).to(tl.float32) * (scale * factor)
+        scale = tl.load(scale_ptr + feature * (num_words // 4) + offs, mask=mask, other=0)
+        dtype: tl.constexpr = y_ptr.dtype.element_ty
+        numbers = unpack_nvfp4(words[None, :], scale[None, :], dtype, USE_ASM).to(tl.float32)
+        numbers = (numbers * (tl.load(factor_ptr + feature) * TILE_FACTOR)).to(dtype)
+        numbers = numbers.reshape((BLOCK_W * 8 // TILE, 4, TILE // 32, 4, 2)).permute((0, 2, 3, 1, 4))
     else:
         group = feature * num_groups + w // (num_words // num_groups)
         scale = tl.load(scale_ptr + group, mask=mask, other=0.0).to(tl.float32)
         zero = load_zero(zero_ptr, group, mask)
         codes = (words[:, None] >> (tl.arange(0, 8) * 4)[None, :]) & 15
-        values = (codes - zero[:, None]).to(tl.float32) * scale[:, None]
-    numbers = values.to(y_ptr.dtype.element_ty)
-    if TILE >= 32:  # from the order of words to that of channels
-        numbers = numbers.reshape((BLOCK_W * 8 // TILE, 4, TILE // 32, 2, 4)).permute((0, 2, 4, 1, 3))
+        numbers = ((codes - zero[:, None]).to(tl.float32) * scale[:, None]).to(y_ptr.dtype.element_ty)
+        if TILE >= 32:  # from the order of words to that of channels
+            numbers = numbers.reshape((BLOCK_W * 8 // TILE, 4, TILE // 32, 2, 4)).permute((0, 2, 4, 1, 3))
     channel = tl.program_id(1) * (BLOCK_W * 8) + tl.arange(0, BLOCK_W * 8)
     pdl_wait(USE_PDL)  # the output may reuse memory that the kernel before reads
     y_ptrs = y_ptr + feature * (num_words * 8) + channel
@@ -341,7 +342,7 @@ def dequantized(weight, dtype):
     launch(
         int4_dequantize_kernel, (weight.data.numel() // num_words, triton.cdiv(num_words, block_w)),
         *arguments(weight), y, num_words, num_groups, TILE=weight.tile, BLOCK_W=block_w,
-        num_warps=max(1, block_w // 128),
+        USE_ASM=uses_asm(y), num_warps=max(1, block_w // 128),
         **launch_options(y.device),
     )  # fmt: skip
     return Weight(y, is_temporary=True)
