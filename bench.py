@@ -48,7 +48,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--temperature", type=float, default=TEMPERATURE)
     add("--device", default="auto", choices=["auto", "cuda", "cpu"])
     add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
-    add("--quantization", choices=["fp8", "int4"], help="FP8 weights, or random 4-bit integers; nanovllm only")
+    add("--quantization", choices=["fp8", "int4", "nvfp4"],
+        help="FP8 weights, or random 4-bit integers or floats; nanovllm only")  # fmt: skip
     add("--tensor-parallel-size", type=int, default=1, metavar="N")
     add("--enforce-eager", action="store_true", help="no CUDA graphs, no run-ahead")
     add("--max-model-len", type=int, metavar="N")
@@ -112,7 +113,7 @@ def options_of(args: argparse.Namespace, model: str | None) -> Options:
         enforce_eager=args.enforce_eager,
         transformers_batch_size=args.transformers_batch_size,
         nanovllm=given(args, "attention_backend", "kv_cache_dtype", "kvcache_block_size", "num_kvcache_blocks",
-                       *["quantization"] * (args.quantization != "int4"), "state_dtype"),
+                       *["quantization"] * (args.quantization == "fp8"), "state_dtype"),
         shared=given(args, *shared),
     )
 
@@ -245,8 +246,8 @@ def main(argv: list[str] | None = None) -> None:
         args.scale = 1 if gpu else CPU_SCALE
     if args.size is None and args.model is None and gpu:
         args.size = "0.6b"
-    if args.quantization == "int4" and args.size is None:
-        raise SystemExit("--quantization int4 needs --size: a checkpoint has its own weights")
+    if args.quantization in ("int4", "nvfp4") and args.size is None:
+        raise SystemExit(f"--quantization {args.quantization} needs --size: a checkpoint has its own weights")
     with tempfile.TemporaryDirectory() as directory:
         model = write_model(directory, args.size, args.quantization) if args.size else args.model
         run = run_engine if len(args.engine) == 1 else run_apart

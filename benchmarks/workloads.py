@@ -350,7 +350,10 @@ WORKLOADS: dict[str, Callable[[int], Workload]] = {
 
 
 def write_model(directory: str | Path, size: str, quantization: str | None = None) -> str:
-    """Write the ``config.json`` of a model of ``size``, a key of SIZES, maybe in "int4"; return the directory."""
+    """Write the ``config.json`` of a model of ``size``, a key of SIZES, maybe in "int4" or "nvfp4".
+
+    Returns the directory.
+    """
     shapes = OTHERS | VISION
     config = {"torch_dtype": "bfloat16", **(shapes[size] if size in shapes else qwen3(size))}
     if processor := config.pop("processor", None):
@@ -359,6 +362,8 @@ def write_model(directory: str | Path, size: str, quantization: str | None = Non
     if quantization == "int4":  # symmetric groups of 128, as GPTQ's
         config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True,
                                          "desc_act": False, "dynamic": {"-:.*mlp.gate$": {}}}  # fmt: skip
+    if quantization == "nvfp4":
+        config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["*mlp.gate"]}
     Path(directory, "config.json").write_text(json.dumps(config, indent=2))
     return str(directory)
 

@@ -25,11 +25,15 @@ from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import WeightFiller, load_model
 from nanovllm.quantization.fields import linears
 from nanovllm.quantization.int4.rules import IntScheme
-from nanovllm.quantization.int4.tensors import IntTensors, merged_name, scheme_of
+from nanovllm.quantization.int4.tensors import IntTensors
+from nanovllm.quantization.nvfp4.rules import Fp4Scheme
+from nanovllm.quantization.nvfp4.tensors import Fp4Tensors
+from nanovllm.quantization.packed import merged_name, scheme_of
 from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
 __all__ = [  # the library's names, for tests: they are imported here only
-    "CheckpointTensor", "IntScheme", "IntTensors", "WeightFiller", "linears", "merged_name", "scheme_of",
+    "CheckpointTensor", "Fp4Scheme", "Fp4Tensors", "IntScheme", "IntTensors", "TPGroup", "WeightFiller", "linears",
+    "merged_name", "scheme_of",
 ]  # fmt: skip
 E4M3 = torch.float8_e4m3fn
 # The last blocks of 128 are partial, and so is the last group of 64 channels of down_proj.
@@ -160,6 +164,50 @@ def gptq_v2(*args, **scheme):
     return gptq(*args, **scheme, less=0)
 
 
+def rounded_to_nvfp4(weight, number=None):
+    """Codes [N, C], e4m3 scales [N, C / 16], the tensor's scale, which multiplies, and the fp32 weight they make."""
+    groups = weight.float().unflatten(1, (-1, 16))
+    largest = groups.abs().amax(2)
+    number = (largest.max() / (6 * 448) if number is None else torch.tensor(number)).float().reshape(1)
+    scales = (largest / 6 / number).clamp(max=448).to(E4M3)
+    spread = (scales.float() * number)[..., None]
+    table = torch.tensor([e2m1(code) for code in range(16)])
+    codes = (groups[..., None] / spread[..., None].clamp(min=1e-30) - table).abs().argmin(-1)
+    return codes.flatten(1), scales, number, (table[codes] * spread).flatten(1)
+
+
+def nvfp4(module, weight, **_):
+    """llm-compressor's: the tensor's scale divides."""
+    codes, scales, number, _ = rounded_to_nvfp4(weight)
+    divisor = 1 / number
+    numbers = torch.tensor([e2m1(code) for code in range(16)])[codes].unflatten(1, (-1, 16))
+    made = (numbers * (scales.float() / divisor)[..., None]).flatten(1)
+    tensors = {"weight_packed": in_bytes(codes), "weight_scale": scales, "weight_global_scale": divisor,
+               "input_global_scale": torch.tensor([300.0])}  # fmt: skip
+    return {f"{module}.{kind}": tensor for kind, tensor in tensors.items()}, made
+
+
+def nvfp4_of_modelopt(module, weight, number=None, **_):
+    codes, scales, number, made = rounded_to_nvfp4(weight, number)
+    kind, more = module.rpartition(".")[2][0], {"input_scale": torch.tensor(0.01)}
+    if module.endswith(("k_proj", "v_proj")):
+        more[f"{kind}_scale"] = torch.tensor(KV_SCALES[kind])
+    tensors = {"weight": in_bytes(codes), "weight_scale": scales, "weight_scale_2": number.reshape(()), **more}
+    return {f"{module}.{kind}": tensor for kind, tensor in tensors.items()}, made
+
+
+def dense_mxfp4(module, weight, **_):
+    """llm-compressor's MXFP4: no scale of the tensor."""
+    tensors, made = mxfp4(module, weight[None].mT)
+    blocks, scales = tensors[f"{module}_blocks"][0], tensors[f"{module}_scales"][0]
+    return {f"{module}.weight_packed": blocks.flatten(1), f"{module}.weight_scale": scales}, made[0].T
+
+
+def in_bytes(codes):
+    """Two codes a byte, the first in its lower half."""
+    return (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
+
+
 def mxfp4(module, weight, **_):
     """[E, C, N] -> blocks [E, N, C / 32, 16] and scales [E, N, C / 32]; OCP Microscaling Formats 1.0."""
     numbers, groups = torch.tensor([e2m1(code) for code in range(16)]), weight.mT.unflatten(2, (-1, 32))
@@ -229,6 +277,30 @@ def pack_quantized(model, size=64, symmetric=True, bits=4, **_):
     )  # fmt: skip
 
 
+def nvfp4_pack_quantized(model, **_):
+    """RedHatAI/Qwen3-8B-NVFP4."""
+    return llm_compressor(
+        "nvfp4-pack-quantized", {"num_bits": 4, "dynamic": "local", "strategy": "tensor_group", "group_size": 16},
+        num_bits=4, strategy="tensor_group", group_size=16, observer="static_minmax",
+    )  # fmt: skip
+
+
+def mxfp4_pack_quantized(model, **_):
+    return llm_compressor(
+        "mxfp4-pack-quantized", num_bits=4, strategy="group", group_size=32, scale_dtype="torch.uint8",
+    )  # fmt: skip
+
+
+def modelopt_fp4(model, **_):
+    """nvidia/Qwen3-8B-NVFP4."""
+    scheme = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+    return {
+        "config_groups": {"group_0": {"input_activations": scheme, "weights": scheme, "targets": ["Linear"]}},
+        "ignore": ["lm_head"], "quant_algo": "NVFP4", "producer": {"name": "modelopt", "version": "0.37.0"},
+        "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}, "quant_method": "modelopt",
+    }  # fmt: skip
+
+
 def auto_awq(model, size=64, **_):
     """Qwen/Qwen3-8B-AWQ."""
     return {
@@ -285,6 +357,9 @@ FORMS = {
     "auto-round": Form(auto_round, ints, {"layout": gptq}),
     "auto-round-awq": Form(auto_round, ints, {"layout": awq}),
     "mxfp4": Form(gpt_oss, mxfp4),
+    "nvfp4": Form(nvfp4_pack_quantized, nvfp4),
+    "modelopt-fp4": Form(modelopt_fp4, nvfp4_of_modelopt),
+    "dense-mxfp4": Form(mxfp4_pack_quantized, dense_mxfp4),
 }
 FP8_FORMS = [form for form in FORMS if FORMS[form].encode is fp8]
 
@@ -398,7 +473,7 @@ def weights_of(model):
         else:
             continue
         for part, weight in found.items():
-            for suffix in ("_scale", "_zero"):
+            for suffix in ("_scale", "_zero", "_factor"):
                 params.pop(f"{name}.{part}{suffix}", None)
             params[f"{name}.{part}"] = plain = weight.dequantize(torch.float32)
             if weight.order is not None:

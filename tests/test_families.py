@@ -301,6 +301,6 @@ def test_every_switch_is_tried(checkpoint):
         "has_lm_head", "num_labels", "activation", "label_tokens",  # tests/test_embed.py
     }  # fmt: skip
     of_layers = {field.name for field in fields(LayerConfig)}
-    assert of_layers == {"mixer", "window", "rope", "mlp", "fp8_linears", "int_schemes"}
+    assert of_layers == {"mixer", "window", "rope", "mlp", "fp8_linears", "packed_schemes"}
     names = {name for case in families.CASES for name, _ in switched_off(read_model_config(checkpoint(case)[0]))}
     assert names >= {*PLAIN, *PLAIN_FAMILY, "attention_scale", "windows", "ropes' layers"}

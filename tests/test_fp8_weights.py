@@ -175,10 +175,15 @@ def test_hf_quant_config(published, tmp_path):
     own = {"producer": {"name": "modelopt", "version": "0.23.0"}, "quantization": quantization}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(own))
     check_logits(tmp_path, model)
-    quantization["quant_algo"] = "NVFP4"
+    quantization["quant_algo"] = "W4A8_AWQ"
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(own))
-    with pytest.raises(CheckpointError, match=r"quantization_config: quant_algo='NVFP4' is not supported\. Supported"):
+    with pytest.raises(CheckpointError, match=r"quantization_config: quant_algo='W4A8_AWQ' is not supported\. Suppor"):
         read_model_config(str(tmp_path))
+    path, _, model = published("qwen3", "modelopt-fp4")
+    families.copied(path, tmp_path, lambda _, config: config.pop("quantization_config"))
+    quantization |= {"quant_algo": "NVFP4", "group_size": 16}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(own))
+    check_logits(tmp_path, model)
 
 
 def test_vision_prefix():

@@ -57,7 +57,7 @@ A, B = IntScheme("gptq", 4, 64, True), IntScheme("gptq", 8, 32, True)
 
 
 def schemes(config, layer, *names):
-    return [scheme_of(config.layers[layer].int_schemes, name) for name in names]
+    return [scheme_of(config.layers[layer].packed_schemes, name) for name in names]
 
 
 PUBLISHED = {
@@ -101,7 +101,7 @@ def test_published_configs(name):
     raw = PUBLISHED[name]
     config = quantized_config(raw, "Qwen3MoeForCausalLM" if not raw.get("desc_act") else "Qwen3ForCausalLM")
     if "to_quant_block_names" in raw:  # of a decoder beside a vision tower
-        assert all(layer.int_schemes == () for layer in config.layers)
+        assert all(layer.packed_schemes == () for layer in config.layers)
         config = quantized_config(raw, "Qwen3VLForConditionalGeneration", rope_parameters=families.MROPE)
     assert schemes(config, 0, Q, O, DOWN) == [schemes(config, 0, UP)[0]] * 3
     assert schemes(config, 0, Q)[0].group_size == 128 and schemes(config, 0, Q)[0].bits == 4
@@ -113,7 +113,7 @@ def test_dynamic_of_gptq():
         r"-:.*layers\.0\..*": {}, r"+:.*\.1\.self_attn\.v_proj": {"bits": 8, "group_size": 32},
         r".*layers\.1\.mlp\.down.*": {"group_size": 32}, r"-:.*down_proj": {}, r"-:.*layers\.2\.mlp\.up_proj": {},
     }})  # fmt: skip
-    assert schemes(config, 0, Q, O, DOWN) == [None] * 3 and config.layers[0].int_schemes == ()
+    assert schemes(config, 0, Q, O, DOWN) == [None] * 3 and config.layers[0].packed_schemes == ()
     assert schemes(config, 1, Q, K, V, GATE, DOWN) == [A, A, B, A, A._replace(group_size=32)]
     assert schemes(config, 2, V, GATE, UP, DOWN) == [A, A, None, None]
     _, of_1, of_2, _ = config.layers
@@ -131,7 +131,7 @@ def test_extra_config_of_auto_round():
     }, "block_name_to_quantize": "model.layers.0.,model.layers.1."})  # fmt: skip
     assert schemes(config, 0, Q, O, DOWN) == [A, None, A]
     assert schemes(config, 1, GATE, UP, DOWN) == [B, B, A._replace(symmetric=False)]
-    assert config.layers[2].int_schemes == ()
+    assert config.layers[2].packed_schemes == ()
 
 
 def test_groups_and_targets_of_compressed_tensors():
@@ -144,7 +144,7 @@ def test_groups_and_targets_of_compressed_tensors():
     raw["ignore"] += [r"re:.*layers\.2\..*", "model.layers.0.mlp.up_proj"]
     config, a = quantized_config(raw), IntScheme("compressed-tensors", 4, 64, True)
     assert schemes(config, 0, Q, V, O, GATE, UP) == [a._replace(group_size=32)] * 2 + [a, a, None]
-    assert schemes(config, 1, GATE, DOWN) == [a, a._replace(bits=8)] and config.layers[2].int_schemes == ()
+    assert schemes(config, 1, GATE, DOWN) == [a, a._replace(bits=8)] and config.layers[2].packed_schemes == ()
 
 
 @pytest.mark.parametrize("architecture, skipped, names", [
@@ -167,7 +167,7 @@ def test_names_beside_a_vision_tower():
     config = quantized_config(
         config_of("gptq") | {"dynamic": dynamic}, "Qwen3VLForConditionalGeneration", rope_parameters=families.MROPE
     )
-    assert config.layers[0].int_schemes == () and schemes(config, 1, Q) == [A]
+    assert config.layers[0].packed_schemes == () and schemes(config, 1, Q) == [A]
 
 
 def test_the_start_line_counts_dequantized_layers(tmp_path):
@@ -192,9 +192,9 @@ def test_neutral_fields_of_other_formats(form):
     assert quantized_config(NEUTRAL | raw).layers == quantized_config(raw).layers
     if form != "compressed-tensors":  # fields that choose modules are honoured in each
         config = quantized_config(raw | {"modules_to_not_convert": ["lm_head", "model.layers.0"]})
-        assert [len(layer.int_schemes) > 0 for layer in config.layers] == [False, True, True, True]
+        assert [len(layer.packed_schemes) > 0 for layer in config.layers] == [False, True, True, True]
         config = quantized_config(raw | {"modules_in_block_to_quantize": [["mlp.down_proj"]]})
-        assert [name for name, _ in config.layers[1].int_schemes] == ["mlp.down_proj"]
+        assert [name for name, _ in config.layers[1].packed_schemes] == ["mlp.down_proj"]
 
 
 # ---------------------------------------------------------------- tensors

@@ -229,7 +229,8 @@ def test_perplexity_with_fp8_weights(path, text, expected):
 
 
 @pytest.mark.parametrize(("form", "scheme"), [
-    ("compressed-tensors", {"size": 32}), *at_night(
+    ("compressed-tensors", {"size": 32}), ("nvfp4", {}), *at_night(
+        pytest.param("modelopt-fp4", {}, id="modelopt-fp4"),
         pytest.param("awq", {}, id="awq"), pytest.param("auto-round", {"negative": True}, id="auto-round"),
         pytest.param("gptq", {"size": 32, "act_order": True}, id="gptq"),
         pytest.param("compressed-tensors", {"size": 0, "dtype": torch.bfloat16}, id="channel"),

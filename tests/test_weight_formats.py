@@ -73,14 +73,21 @@ IN_ORDER = [
     ("qwen3", "gptq", {"bits": 8, "act_order": True}),
 ]  # fmt: skip
 MXFP4 = [("gpt-oss", "mxfp4", {}), ("gpt-oss", "mxfp4", KEPT)]
+NVFP4 = ("qwen3", "nvfp4", {})
+FP4_SHARDS = [
+    NVFP4, ("qwen3", "modelopt-fp4", {}), ("qwen3", "dense-mxfp4", {}), ("phi3", "nvfp4", {}),
+    ("granite", "modelopt-fp4", {}), ("qwen3-moe", "nvfp4", {}), ("qwen2-moe", "modelopt-fp4", {}),
+    ("mixtral", "nvfp4", {}), ("qwen2-moe", "dense-mxfp4", {}),
+]  # fmt: skip
+INEXACT = "granite", "nvfp4"  # a factor of sums; a reciprocal in place of a quotient
 # tied; merged in the checkpoint; interleaved; biases; a factor of each sum; renamed tensors
-CASES = [*FP8_SHARDS, *INT_SHARDS, *IN_ORDER, *MXFP4] + [(*pair, {}) for pair in (
+CASES = [*FP8_SHARDS, *INT_SHARDS, *IN_ORDER, *MXFP4, *FP4_SHARDS] + [(*pair, {}) for pair in (
     ("qwen3", "deepseek"), ("qwen3", "auto_fp8"), ("qwen3", "block"), ("qwen3", "modelopt"),
     ("llama-tied-biased", "qwen"), ("phi3", "qwen"), ("ernie4.5", "qwen"), ("glm4", "qwen"), ("gemma3", "qwen"),
     ("phi3", "channel"), ("glm4", "channel"), ("granite", "tensor"), ("qwen2-moe", "qwen"),
 )]  # fmt: skip
 # Four ranks cut blocks and groups, and replicate KV heads; experts of ``mixtral`` are not packed any more.
-SHARDS = [(case, size) for case in FP8_SHARDS + INT_SHARDS for size in (4, *at_night(1, 2))]
+SHARDS = [(case, size) for case in FP8_SHARDS + INT_SHARDS + FP4_SHARDS for size in (4, *at_night(1, 2))]
 SHARDS += [(case, size) for case in IN_ORDER + MXFP4 for size in (1, *((2,) if case in MXFP4 else ()))]
 SHARDS += [(case, 2) for case in (("mixtral", "awq", {}), FP8_SHARDS[0]) if not at_night(1)]
 
@@ -105,16 +112,24 @@ def test_logits(case, published, keeps):
 
 @pytest.mark.parametrize(("case", "size"), SHARDS, ids=name_of)
 def test_shards(case, size, published, keeps):
-    """Bit for bit, but for ``granite``: its factor multiplies scales, and numbers in the 16-bit model."""
+    """Bit for bit, but for ``INEXACT``: granite's factor multiplies scales, and numbers in the 16-bit model."""
     keeps(case[2] == KEPT)
     path, plain, _ = published(*case[:2], **case[2])
-    check_shards(path, plain, size, is_exact=case[0] != "granite")
+    check_shards(path, plain, size, is_exact=not {*INEXACT} & {*case[:2]})
+
+
+STARTS = {  # form -> how the start names it
+    "nvfp4": "NVFP4 weights (linear layers multiply copies in float32; scales of inputs not used)",
+    "modelopt-fp4": "NVFP4 weights (linear layers multiply copies in float32; scales of inputs not used)",
+    "dense-mxfp4": "MXFP4 weights (linear layers multiply copies in float32)",
+}
 
 
 @pytest.mark.parametrize(("case", "size"), [
     *((case, size) for size in (1, 2) for case in (
-        ("qwen3", "qwen", {}), ("qwen2-moe", "qwen", {}), ("glm4-moe", "channel", {}), AWQ, MXFP4[0],
+        ("qwen3", "qwen", {}), ("qwen2-moe", "qwen", {}), ("glm4-moe", "channel", {}), AWQ, MXFP4[0], NVFP4,
     )),
+    (("qwen2-moe", "modelopt-fp4", {}), 1), (("qwen3", "dense-mxfp4", {}), 1), (("qwen3.5", "nvfp4", {}), 1),
     (ORDERED, 1), (("qwen2-moe", "compressed-tensors", ASYMMETRIC), 1), (("qwen3.5", "gptq", {}), 1), (MXFP4[1], 1),
 ], ids=name_of)  # fmt: skip
 def test_engine(case, size, published, make_llm, keeps):
@@ -123,7 +138,9 @@ def test_engine(case, size, published, make_llm, keeps):
     llm = make_llm(model=path, max_model_len=256, num_kvcache_blocks=32, tensor_parallel_size=size)
     completions = check_greedy(llm, model, PROMPTS, 8, TOLERANCE)
     assert len({token for tokens in completions for token in tokens}) > 5
-    if case[1] not in (*FP8_FORMS, "mxfp4"):
+    if case[1] in STARTS:
+        assert f" with {STARTS[case[1]]};" in describe(llm.config, llm.model_runner)
+    elif case[1] not in (*FP8_FORMS, "mxfp4"):
         advice = "" if "moe" in case[0] else ", which dtype='bfloat16' avoids"
         assert f" with INT4 weights (dequantized in every step{advice});" in describe(llm.config, llm.model_runner)
 
@@ -131,7 +148,7 @@ def test_engine(case, size, published, make_llm, keeps):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [
     ("qwen3-moe", "qwen", {}), ("qwen2-moe", "qwen", {}), ("glm4-moe", "channel", {}), ORDERED, AWQ,
-    ("qwen3-moe", "awq", {"size": 32}), MXFP4[0],
+    ("qwen3-moe", "awq", {"size": 32}), MXFP4[0], NVFP4, ("qwen2-moe", "modelopt-fp4", {}),
 ], ids=name_of)  # fmt: skip
 def test_on_the_gpu(case, published, make_llm):
     """fp32, which no kernel quantizes, eager and under CUDA graphs. In bf16 no token is far from the best; errors of
@@ -187,7 +204,8 @@ def test_bytes_that_stay(published, keeps):
 
 @pytest.mark.parametrize(("case", "low", "high"), [
     (("qwen3", None, {}), 0.019, 0.021), (("qwen2-moe", None, {}), 0.019, 0.021), (ORDERED, 0.015, 0.025),
-    (("qwen3", "gptq", ASYMMETRIC), 0.015, 0.025), (MXFP4[1], 0.015, 0.03),
+    (("qwen3", "gptq", ASYMMETRIC), 0.015, 0.025), (MXFP4[1], 0.015, 0.03), (NVFP4, 0.018, 0.022),
+    (("qwen2-moe", "modelopt-fp4", {}), 0.018, 0.022),
 ], ids=name_of)  # fmt: skip
 def test_random_weights(case, low, high, published, keeps, tmp_path):
     """N(0, 0.02) as in 16 bits, the same for the same seed. Without a form: FP8, quantized while loading."""
@@ -322,7 +340,7 @@ def test_rules_name_the_checkpoints_modules(name, tmp_path):
     config = read_model_config(str(tmp_path))
     assert form not in FP8_FORMS or config.quantized() == config  # LLM(quantization="fp8") changes nothing
     weights = {
-        (i, merged_name(module)) for i, layer in enumerate(config.layers) for module, _ in layer.int_schemes
+        (i, merged_name(module)) for i, layer in enumerate(config.layers) for module, _ in layer.packed_schemes
     }
     in_16_bits = [name for i, name in weights if config.precision(config.layers[i], name) is None]
     assert len(in_16_bits) == num_dequantized
@@ -480,6 +498,30 @@ REFUSED_TENSORS = {  # (family, form) -> [(edit, a part of the text)]
             {"lm_head.weight_packed": tensors.pop("lm_head.weight").int()}
         )), "a packed LM head (lm_head.weight_packed) is not supported"),
     ],
+    ("qwen3", "nvfp4"): [
+        (down("weight_packed", lambda t: t[:, :-4].clone()), "has 344 input channels, expected a multiple of 16"),
+        (down("weight_packed", lambda t: t.view(torch.int8)), "is of int8 and has shape [192, 176], expected bytes"),
+        (down("weight_scale", lambda t: t[:, :-1].clone()), "has shape [192, 21], expected [192, 22]"),
+        (down("weight_scale", lambda t: (-t.float()).to(E4M3)), f"'{DOWN_1}.weight_scale' has numbers from -"),
+        (down("weight_scale", lambda t: (t.float() * math.nan).to(E4M3)), "numbers from nan to nan, not finite"),
+        (down("weight_scale", torch.Tensor.float), f"'{DOWN_1}.weight_scale' is of float32, expected float8_e4m3fn"),
+        *((down("weight_global_scale", torch.tensor(given)), f"'{DOWN_1}.weight_global_scale' has {said}, expected one")
+          for given, said in (([-2.0], "-2"), ([0.0], "0"), ([math.nan], "nan"), ([1.0, 2.0], "shape [2]"))),
+        (drop(f"{DOWN_1}.weight_global_scale"), f"{DOWN_1}.weight (there is {DOWN_1}.weight_packed, "),
+        (down("weight", torch.ones(192, 352)), f"'{DOWN_1}.weight' is not of packed 4-bit floats"),
+        (copy_to("lm_head", "weight_packed"), "a packed LM head (lm_head.weight_packed) is not supported"),
+    ],
+    ("qwen3", "modelopt-fp4"): [
+        (down("weight", torch.ones(192, 352)), f"'{DOWN_1}.weight' is not of packed 4-bit floats"),
+        (drop(f"{DOWN_1}.weight_scale_2"), f"{DOWN_1}.weight (there is {DOWN_1}.weight, "),
+        (down("pre_quant_scale", torch.ones(352)), f"'{DOWN_1}.pre_quant_scale' is twice there, or unknown"),
+        (fields(ignore=[DOWN_1]), f"'{DOWN_1}.weight' has shape [192, 176], expected [192, 352]"),
+    ],
+    ("qwen3", "dense-mxfp4"): [
+        (down("weight_scale", lambda t: t.clone().fill_(255)), "has a scale of 255, which is NaN"),
+        (down("weight_scale", lambda t: t.index_fill(1, torch.tensor([0]), 30)),
+         "has scales of one feature that differ by more than a factor of 2 ** 22"),
+    ],
     ("gpt-oss", "mxfp4"): [
         (drop(f"{EXPERTS}_scales"), "1 tensors are missing, among them "),
         (drop(f"{EXPERTS}_blocks"), "1 tensors are missing, among them "),
@@ -574,6 +616,22 @@ REFUSED_CONFIGS = {  # kind -> [(quantization_config, start of the text, fields 
             ("block_structure", [8, 8]),
         )),
     )] + [refused("compressed-tensors", "format", "marlin-24")],
+    "NVFP4 of compressed-tensors": [refused("nvfp4", *field) for field in (
+        *FOREIGN.items(), ("config_groups", {}), ("foo", 17), (f"{GROUP}.input_activations.type", "int"),
+        (f"{GROUP}.format", "pack-quantized"), *((f"{GROUP}.weights.{name}", value) for name, value in (
+            ("num_bits", 8), ("type", "int"), ("group_size", 32), ("group_size", None), ("symmetric", False),
+            ("strategy", "channel"), ("dynamic", True), ("foo", 17),
+        )),
+    )] + [
+        refused("dense-mxfp4", f"{GROUP}.weights.group_size", 16),
+        (config_of("nvfp4"), "gpt-oss in other 4-bit floats than its own MXFP4", {
+            "architecture": "GptOssForCausalLM", "num_local_experts": 4, "swiglu_limit": 7.0, "sliding_window": 8,
+        }),
+    ],
+    "NVFP4 of ModelOpt": [refused("modelopt-fp4", *field) for field in (
+        ("kv_cache_quant_algo", "NVFP4"), ("group_size", 32), ("pre_quant_scale", True), ("foo", 17),
+        (f"{GROUP}.weights.group_size", 32), (f"{GROUP}.weights.num_bits", 8), ("quant_algo", "NVFP4_AWQ"),
+    )],
     "AWQ": [refused("awq", *field) for field in (
         *FOREIGN.items(), ("bits", 8), ("version", "gemv"), ("version", "gemv_fast"), ("group_size", 100),
         ("zero_point", False), ("backend", "llm-awq"), ("foo", 17), ("w_bit", 8),
@@ -617,7 +675,8 @@ def test_refused_configs(kind, monkeypatch):
 
 @pytest.mark.parametrize(("form", "name", "has"), [
     ("tensor", "compressed-tensors", True), ("modelopt", "modelopt", True), ("awq", "awq", True),
-    ("awq", "awq_marlin", True), ("mxfp4", "mxfp4", True), ("qwen", "modelopt", "'fp8'"),
+    ("awq", "awq_marlin", True), ("mxfp4", "mxfp4", True), ("nvfp4", "compressed-tensors", True),
+    ("modelopt-fp4", "modelopt_fp4", True), ("qwen", "modelopt", "'fp8'"),
     (None, "compressed-tensors", "none"), ("mxfp4", "modelopt", "'mxfp4'"),
     *(("awq", name, "'awq'") for name in ("gptq", "gptq_marlin", "auto-round", "compressed-tensors")),
 ])  # fmt: skip
@@ -653,6 +712,8 @@ def test_options_that_contradict_the_checkpoint(published, make_llm, tmp_path):
         make_llm(model=path, quantization="fp8")
     with refuses("the groups of its packed integers would be cut", ConfigError):
         quantized_config(config_of("awq"), "LlamaForCausalLM").check_padded_heads(64)
+    with pytest.raises(ConfigError, match=r"quantization='fp8', but the checkpoint's weights are 4-bit floats \("):
+        make_llm(model=published("qwen3", "modelopt-fp4")[0], quantization="fp8")
     path = published("gpt-oss", "mxfp4")[0]
     with refuses("tensor_parallel_size=4 must leave each rank a multiple of 32 of the 64", ConfigError):
         make_llm(model=path, tensor_parallel_size=4, num_kvcache_blocks=4)
@@ -665,6 +726,72 @@ def test_options_that_contradict_the_checkpoint(published, make_llm, tmp_path):
     for path in (tmp_path, tmp_path / "model.Q4_K_M.gguf"):
         with refuses("' is GGUF, which is not read", CheckpointError):
             LLM(str(path))
+
+
+# ---------------------------------------------------------------- NVFP4
+
+
+def test_compressed_tensors_own_unpacking(published):
+    """Low nibble first, e2m1 times the quotient of both scales, in fp32: bit for bit. Parameters differ by an ulp."""
+    path = published("qwen3", "nvfp4")[0]
+    tensors, weights = load_file(f"{path}/model.safetensors"), weights_of(built(path))
+    of_module = {kind: tensors[f"{DOWN_1}.{kind}"] for kind in ("weight_packed", "weight_scale", "weight_global_scale")}
+    data, scale, divisor = of_module.values()
+    codes = torch.empty(len(data), 2 * data.shape[1], dtype=torch.long)
+    codes[:, 0::2], codes[:, 1::2] = data & 15, data >> 4
+    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    table = torch.cat((table, -table))
+    want = (table[codes].view(*scale.shape, 16) * (scale.float() / divisor)[..., None]).flatten(1)
+    scheme = quantized_checkpoints.Fp4Scheme("nvfp4-pack-quantized")
+    by_kind = {kind: quantized_checkpoints.CheckpointTensor.of(kind, tensor) for kind, tensor in of_module.items()}
+    assert torch.equal(quantized_checkpoints.Fp4Tensors("", scheme, by_kind).dequantized().read(...), want)
+    torch.testing.assert_close(weights[f"{DOWN_1}.weight"], want, rtol=2.5e-7, atol=0)
+
+
+def test_parts_of_a_product_with_other_scales(tmp_path):
+    """Q, K and V share a product, and each has its own scale of the tensor: merged scale by scale, exactly."""
+    model = quantized_checkpoints.make(tmp_path, "qwen3")
+    numbers = dict(zip("qkvgu", (2.0**-9, 0.0013, 0.0007, 0.00111, 0.0019), strict=True))
+    quantized_checkpoints.write(
+        tmp_path, model, "modelopt-fp4", own=lambda module: {"number": numbers.get(module.rpartition(".")[2][0])},
+    )  # fmt: skip
+    check_logits(tmp_path, model)
+    layer = built(tmp_path).model.layers[0].self_attn.qkv_proj
+    assert layer.weight_factor.unique().tolist() == sorted(torch.tensor([numbers[x] for x in "qkv"]).tolist())
+    want = torch.cat([model.state_dict()[f"model.layers.0.{name}.weight"] for name in (Q, K, V)])
+    assert torch.equal(layer.as_weight().dequantize(torch.float32), want)
+
+
+def test_bytes_of_nvfp4(published):
+    """4.5 bits for a number, and a factor for each feature; 352 channels cut by four are 16-bit numbers there."""
+    path = published("qwen3", "nvfp4")[0]
+    layer = built(path).model.layers[0].mlp.down_proj
+    N, C = len(layer.weight), layer.weight.shape[1] * 8
+    assert sum(param.nbytes for param in layer.parameters()) == N * C * 9 // 16 + N * 4
+    layer = built(path, quantized_checkpoints.TPGroup(1, 4, None)).model.layers[0].mlp.down_proj
+    assert layer.weight.shape == (192, 88) and layer.weight.dtype == torch.float32
+
+
+def test_kv_scales_beside_nvfp4(published, make_llm):
+    """ModelOpt's FP8 KV cache, whose scales are in the projections, with the weights of four bits."""
+    path = published("qwen3", "modelopt-fp4")[0]
+    attn = built(path).model.layers[1].self_attn.attn
+    assert attn.kv_scale_is_given == [True, True]
+    assert attn.kv_scale.unique().tolist() == sorted(torch.tensor([*quantized_checkpoints.KV_SCALES.values()]).tolist())
+    llm = make_llm(model=path, kv_cache_dtype="fp8", num_kvcache_blocks=16, max_model_len=128)
+    assert len(generate(llm, PROMPTS[:1], greedy(4))[0]) == 4
+
+
+def test_nvfp4_modules_that_are_left_out(tmp_path):
+    """By asterisks of ModelOpt, and a projection alone: its layer keeps the others in 16 bits, dequantized."""
+    model = quantized_checkpoints.make(tmp_path, "qwen3")
+    skipped = [*ATTENTION[:1], *MLP_1]
+    rules = {"ignore": ["lm_head", "model.layers.0.self_attn.q_proj", "model.layers.1.mlp*"]}
+    quantized_checkpoints.write(tmp_path, model, "modelopt-fp4", skipped, fields(**rules))
+    check_logits(tmp_path, model)
+    layers = built(tmp_path).model.layers
+    kinds = [layers[0].self_attn.qkv_proj, layers[0].mlp.down_proj, layers[1].mlp.down_proj]
+    assert [layer.weight.dtype for layer in kinds] == [torch.float32, torch.int32, torch.float32]
 
 
 # ---------------------------------------------------------------- MXFP4

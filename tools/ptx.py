@@ -1,7 +1,7 @@
 """Compiles the kernels of a start on an H200 without a GPU, and prints a line for each variant: name, hash of its PTX.
 
     python tools/ptx.py > before.txt                    # 0.6b, 8b, FP8 weights and KV cache, mixtures: seven minutes
-    python tools/ptx.py 8b 8b:quantization=fp8          # published shapes of bench.py; with options of LLM, or int4
+    python tools/ptx.py 8b 8b:quantization=fp8          # published shapes of bench.py; with options of LLM, int4, nvfp4
     python tools/ptx.py --arch 86 8b:quantization=int4  # for another compute capability: 8.6
 
 With ``--arch`` it fails where a kernel needs more shared memory than a GPU of that kind has.
@@ -120,8 +120,8 @@ def compile_case(case: str, found: dict[tuple[str, str], str]) -> None:
         given: dict[str, Any] = dict(option.split("=") for option in options)
         if "speculative_config" in given:  # its method
             given["speculative_config"] = {"method": given["speculative_config"]}
-        is_int4 = given.get("quantization") == "int4" and bool(given.pop("quantization"))
-        config = Config.from_options(write_model(directory, size, "int4" if is_int4 else None), {
+        in_words = given.pop("quantization") if given.get("quantization") in ("int4", "nvfp4") else None
+        config = Config.from_options(write_model(directory, size, in_words), {
             "load_format": "dummy", "device": "cuda", "skip_tokenizer_init": True, "quiet": True, **given,
         })  # fmt: skip
         try:

@@ -37,7 +37,7 @@ class ReplicatedLinear(nn.Module):
                  precision: Any = None):
         super().__init__()
         self.tp, self.ops = tp, kernels.select()
-        self.zero_and_order = add_weight(self, "weight", output_size, input_size, precision)
+        self.zero_order_factor = add_weight(self, "weight", output_size, input_size, precision)
         self.block_n = shared_rows(precision, [output_size])
         self.register_parameter("bias", new_bias(output_size) if bias else None)
         for param in self.parameters():
@@ -47,7 +47,7 @@ class ReplicatedLinear(nn.Module):
         copy_shard(param, loaded)
 
     def as_weight(self) -> Weight:
-        return Weight(self.weight, self.weight_scale, self.block_n, self.packed, *self.zero_and_order)
+        return Weight(self.weight, self.weight_scale, self.block_n, self.packed, *self.zero_order_factor)
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None, act: str | None = None,
                 residual: torch.Tensor | None = None, reader: "ReplicatedLinear | None" = None) -> torch.Tensor:

@@ -14,7 +14,7 @@ from nanovllm.quantization.fp8.rules import RENAMED_TENSORS, UNUSED_TENSORS, Fp8
 from nanovllm.quantization.mxfp4.rules import GROUP, Mxfp4
 
 if TYPE_CHECKING:
-    from nanovllm.quantization.int4.rules import IntScheme
+    from nanovllm.quantization.packed import PackedScheme
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class LayerConfig:
     mlp: str = "dense"  # a key of ``MLPS``
     fp8_linears: frozenset[str] = frozenset()  # keys of ``linears`` whose layers are FP8
     # by key of ``linears``, or by part where parts differ; these become 16 bits
-    int_schemes: tuple[tuple[str, "IntScheme"], ...] = ()
+    packed_schemes: tuple[tuple[str, "PackedScheme"], ...] = ()
 
     def for_length(self, max_model_len: int) -> "LayerConfig":
         """Adapt to requests of at most ``max_model_len`` tokens: a window that holds them all is dropped."""
@@ -125,27 +125,29 @@ class ModelConfig:
                 "quantization='fp8' is not supported for gpt-oss. Leave it out: its published experts are MXFP4, which "
                 "takes half as much, and stay so on a GPU."
             )
-        if self.has_int_weights():
+        if self.has_packed_weights():
+            noun = next(scheme.noun for layer in self.layers for _, scheme in layer.packed_schemes)
+            noun = "integers of a few bits" if noun == "integers" else noun
             raise ConfigError(
-                f"quantization='fp8', but the checkpoint's weights are integers of a few bits ({self.quant_method}). "
+                f"quantization='fp8', but the checkpoint's weights are {noun} ({self.quant_method}). "
                 "Leave it out, or take the 16-bit checkpoint."
             )
         names = frozenset(linears(self.moe.num_experts if self.moe else 0, self.gated_delta is not None))
         layers = tuple(replace(layer, fp8_linears=names) for layer in self.layers)
         return self if self.quant_method else replace(self, layers=layers, fp8=0)
 
-    def precision(self, layer: LayerConfig, name: str) -> "Fp8 | IntScheme | Mxfp4 | None":
+    def precision(self, layer: LayerConfig, name: str) -> "Fp8 | PackedScheme | Mxfp4 | None":
         """How a decoder layer's linear layer is stored, a key of ``linears``; None: 16 bits."""
-        scheme = dict(layer.int_schemes).get(name)
+        scheme = dict(layer.packed_schemes).get(name)
         if scheme and scheme.bits == 4:
             return scheme
         if self.quant_method == "mxfp4" and name.startswith("mlp.experts."):
             return Mxfp4()
         return Fp8(self.fp8) if self.fp8 is not None and name in layer.fp8_linears else None
 
-    def has_int_weights(self, start: str = "") -> bool:
-        """Whether a linear layer whose name has this start is stored as group-quantized integers."""
-        return any(name.startswith(start) for layer in self.layers for name, _ in layer.int_schemes)
+    def has_packed_weights(self, start: str = "") -> bool:
+        """Whether a linear layer whose name has this start is stored as group-quantized integers or NVFP4."""
+        return any(name.startswith(start) for layer in self.layers for name, _ in layer.packed_schemes)
 
     def renamed_tensors(self) -> tuple[tuple[str, str], ...]:
         """(in the checkpoint, here) parts of tensor names, replaced in this order."""
@@ -158,6 +160,7 @@ class ModelConfig:
         drafts = range(self.num_hidden_layers, self.num_hidden_layers + self.num_nextn_predict_layers)
         unused += [rf"model\.(language_model\.)?layers\.{i}\..*" for i in drafts]
         unused += [UNUSED_TENSORS] * (self.fp8 is not None)
+        unused += sorted({scheme.unused_tensors for layer in self.layers for _, scheme in layer.packed_schemes})
         has_no_lm_head = self.tie_word_embeddings or not self.has_lm_head  # a stored one is the embedding's copy
         return "|".join(unused + [r"(.*\.)?lm_head\.weight"] * has_no_lm_head)
 
@@ -178,7 +181,7 @@ class ModelConfig:
             raise ConfigError(f"{what} its norms of q and k would count them. Use device='cpu', which pads nothing.")
         fp8_linears = frozenset().union(*(layer.fp8_linears for layer in self.layers))
         cut = "blocks of its FP8 scales" if self.fp8 and any(x.startswith("self_attn.") for x in fp8_linears) else ""
-        cut = "groups of its packed integers" if self.has_int_weights("self_attn.") else cut
+        cut = "groups of its packed integers" if self.has_packed_weights("self_attn.") else cut
         if cut:
             raise ConfigError(
                 f"{what} the {cut} would be cut. Load the 16-bit checkpoint (quantization='fp8' "
@@ -197,7 +200,7 @@ class ModelConfig:
         ):
             if count % size:
                 raise ConfigError(f"tensor_parallel_size={size} must divide the model's {count} {what}.")
-        if size > 1 and any(scheme.act_order for layer in self.layers for _, scheme in layer.int_schemes):
+        if size > 1 and any(scheme.act_order for layer in self.layers for _, scheme in layer.packed_schemes):
             raise ConfigError(
                 f"tensor_parallel_size={size} cuts the groups of weights that GPTQ has ordered by their activations "
                 "(desc_act). Use tensor_parallel_size=1, or a checkpoint without desc_act."

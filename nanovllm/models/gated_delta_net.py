@@ -26,7 +26,7 @@ from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
 
 def has_quantized_linears(config: ModelConfig) -> bool:
-    return config.fp8 is not None or config.has_int_weights()
+    return config.fp8 is not None or config.has_packed_weights()
 
 
 def packed_modules(config: ModelConfig) -> dict[str, tuple[str, str]]:

@@ -22,7 +22,7 @@ from nanovllm.quantization.fields import EXPERT_PARTS
 from nanovllm.quantization.fp8.numbers import E4M3
 from nanovllm.quantization.fp8.rules import KV_SCALES
 from nanovllm.quantization.fp8.tensors import read_kv_scales
-from nanovllm.quantization.int4.tensors import fitting
+from nanovllm.quantization.packed import fitting
 from nanovllm.quantization.weights import WeightReader, randomize, writes
 from nanovllm.utils.checkpoint import open_tensors, read_json, tensor_names
 from nanovllm.utils.checkpoint_tensor import CheckpointTensor
@@ -82,7 +82,7 @@ class WeightFiller:
         # Names here of checkpoint tensors:
         self.adapted = names | {f"{name}_scale" for name in names} & set(self._targets)  # the adapter changes them
         self._only = None if only is None else only | self.adapted
-        self._reader = WeightReader([layer.int_schemes for layer in config.layers], self._targets)
+        self._reader = WeightReader([layer.packed_schemes for layer in config.layers], self._targets)
         every = {part for _, _, parts in self._targets.values() for part in parts}
         self.missing = every if self._only is None else set(self._only)  # names still to be given
         self.filled: set[str] = set()  # names given
@@ -99,7 +99,7 @@ class WeightFiller:
         name = self._name_here(tensor.name)
         if (whole := self._reader.take(name, tensor)) is None:
             return
-        name, tensor, integers = whole
+        name, tensor, packed = whole
         if (match := re.fullmatch(KV_SCALES, name)) and match[1] in self._attentions:
             attention = self._attentions[match[1]]
             part, total = attention.kv_shard
@@ -109,7 +109,7 @@ class WeightFiller:
         param, shard_id, parts = self._targets.get(name, (None, None, []))
         if self._only is not None and parts and self._only.isdisjoint(parts):
             return
-        tensor, integers = fitting(param, tensor, integers, name in self._changes)
+        tensor, packed = fitting(param, tensor, packed, name in self._changes)
         if name in self._changes:
             tensor = self._changes.pop(name)(tensor)
         quantizes = param is not None and param.dtype == E4M3 and self._quantizes and not tensor.is_fp8()
@@ -123,7 +123,7 @@ class WeightFiller:
         for piece, shard_id in pieces:
             if quantizes and hasattr(param, "in_rows"):  # it has a scale for each row here
                 piece = param.in_rows(piece)
-            for target, loaded in writes(param, piece, integers, quantizes):
+            for target, loaded in writes(param, piece, packed, quantizes):
                 if hasattr(target, "weight_loader"):
                     target.weight_loader(target, loaded, shard_id)
                 else:  # replicated on every rank
@@ -281,7 +281,7 @@ def _weight_files(path: Path) -> list[Path]:
 def init_dummy_weights(model: nn.Module, seed: int) -> None:
     """Random weights of the scale of an untrained model: norms 1, everything else N(0, DUMMY_STD).
 
-    Quantized weights have about this standard deviation; MXFP4 ones and 4-bit integers are random bits.
+    Quantized weights have about this standard deviation; those of four bits have random codes.
     """
     params = list(model.named_parameters())
     generator = torch.Generator(params[0][1].device).manual_seed(seed)

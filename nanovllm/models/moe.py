@@ -65,6 +65,8 @@ class Experts(nn.Module):
     down_proj_scale: nn.Parameter | None
     gate_up_proj_zero: nn.Parameter | None
     down_proj_zero: nn.Parameter | None
+    gate_up_proj_factor: nn.Parameter | None
+    down_proj_factor: nn.Parameter | None
     gate_up_proj_bias: nn.Parameter | None
     down_proj_bias: nn.Parameter | None
 
@@ -106,7 +108,7 @@ class Experts(nn.Module):
         self, param: torch.Tensor, loaded: CheckpointTensor, same_dim: int
     ) -> tuple[torch.Tensor, CheckpointTensor]:
         """An expert's part of a parameter, and its tensor, as [output features, input channels]."""
-        if param.dtype == torch.uint8:
+        if self.family.gpt_oss_experts and param.dtype == torch.uint8:
             return rows_of_expert(param, loaded)
         return param, self.in_rows(param.shape, same_dim, loaded)
 
@@ -121,8 +123,11 @@ class Experts(nn.Module):
     def weights(self) -> tuple[Weight, Weight]:
         """Weights of the gate and up product, and of the down product."""
         return (
-            Weight(self.gate_up_proj, self.gate_up_proj_scale, zero=self.gate_up_proj_zero),
-            Weight(self.down_proj, self.down_proj_scale, zero=self.down_proj_zero),
+            Weight(
+                self.gate_up_proj, self.gate_up_proj_scale, zero=self.gate_up_proj_zero,
+                factor=self.gate_up_proj_factor,
+            ),
+            Weight(self.down_proj, self.down_proj_scale, zero=self.down_proj_zero, factor=self.down_proj_factor),
         )
 
 

@@ -4,7 +4,8 @@
     tensors.py  ``new_weight``: the parameters of a scheme; the checkpoint tensors that fill them
     numbers.py  the stored form, ``dequantized``: reference of the kernels
 
-``fields.py`` has what the rules share. Layers and loader ask ``weights.py``, which has the table of schemes.
+``fields.py`` has what the rules share; ``packed.py`` gathers the tensors of ``int4`` and ``nvfp4``. Layers and loader
+ask ``weights.py``, which has the table of schemes.
 """
 
 from collections.abc import Sequence
@@ -18,10 +19,12 @@ if TYPE_CHECKING:
     from nanovllm.models.families import Family
 
 MAX_EXPERTS = 200_000  # limit for all layers: a damaged number must not fill the memory with names
-FORMATS = {  # quant_method, and "format" where one method has two -> folder
+FORMATS = {  # quant_method, and "format" or "quant_algo" where one method has several -> folder
     ("fp8", None): "fp8", ("modelopt", None): "fp8", ("compressed-tensors", None): "fp8",
     ("compressed-tensors", "pack-quantized"): "int4", ("awq", None): "int4", ("gptq", None): "int4",
-    ("auto-round", None): "int4", ("mxfp4", None): "mxfp4",
+    ("auto-round", None): "int4", ("mxfp4", None): "mxfp4", ("compressed-tensors", "nvfp4-pack-quantized"): "nvfp4",
+    ("compressed-tensors", "mxfp4-pack-quantized"): "nvfp4", ("modelopt", "NVFP4"): "nvfp4",
+    ("modelopt", "W4A16_NVFP4"): "nvfp4",
 }  # fmt: skip
 
 
@@ -42,7 +45,8 @@ def read_quantization(raw: dict[str, Any], family: "Family",
         return None, None, [{}] * num_layers
     if num_layers * num_experts > MAX_EXPERTS:
         raise refusal(f"{num_layers} layers of {num_experts} experts")
-    method, form = str(quantization.get("quant_method")), str(quantization.get("format"))
+    method = str(quantization.get("quant_method"))
+    form = str(quantization.get("format", quantization.get("quant_algo")))
     folder = FORMATS.get((method, form)) or FORMATS.get((method, None))
     if folder is None:
         raise refusal(f"quant_method={quantization.get('quant_method')!r:.100}")

@@ -19,7 +19,9 @@ EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_pr
 SUPPORTED = (
     "Supported are FP8 weights (e4m3) with a scale per tensor, per output feature or per block of 128 x 128, as "
     "quant_method 'fp8', 'compressed-tensors' or 'modelopt' stores them; integers of 4 bits, or of 8, which become 16, "
-    "of 'compressed-tensors' (pack-quantized), 'awq' (gemm), 'gptq' and 'auto-round'; and gpt-oss's experts in MXFP4. "
+    "of 'compressed-tensors' (pack-quantized), 'awq' (gemm), 'gptq' and 'auto-round'; NVFP4 of 'compressed-tensors' "
+    "(nvfp4-pack-quantized) and 'modelopt'; MXFP4 of 'compressed-tensors' (mxfp4-pack-quantized); and gpt-oss's "
+    "experts in MXFP4. "
     "Take such a checkpoint, or the 16-bit one, which LLM(quantization='fp8') quantizes as it loads."
 )
 # In tables of a field's allowed values; a nested table holds the fields of an object, which may be absent.

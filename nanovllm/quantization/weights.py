@@ -19,17 +19,22 @@ from nanovllm.quantization.int4 import tensors as int4
 from nanovllm.quantization.int4.rules import IntScheme
 from nanovllm.quantization.mxfp4 import tensors as mxfp4
 from nanovllm.quantization.mxfp4.rules import Mxfp4
+from nanovllm.quantization.nvfp4 import tensors as nvfp4
+from nanovllm.quantization.nvfp4.rules import Fp4Scheme
+from nanovllm.quantization.packed import PackedTensors, take
 from nanovllm.utils.checkpoint_tensor import CheckpointTensor, Gathered
 
-Scheme = Fp8 | IntScheme | Mxfp4 | None  # how a weight is stored; None: 16 bits
+Scheme = Fp8 | IntScheme | Fp4Scheme | Mxfp4 | None  # how a weight is stored; None: 16 bits
 NEW_WEIGHT: dict[type, Callable[..., dict[str, Any]]] = {
-    Fp8: fp8.new_weight, IntScheme: int4.new_weight, Mxfp4: mxfp4.new_weight,
+    Fp8: fp8.new_weight, IntScheme: int4.new_weight, Fp4Scheme: nvfp4.new_weight, Mxfp4: mxfp4.new_weight,
 }  # fmt: skip
 
 
 def add_weight(module: nn.Module, name: str, output_size: int, input_size: int, scheme: Scheme,
-               *experts: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Register a weight [N, C], uninitialised, and its ``X_scale``, ``X_zero`` and ``X_order``. Returns the last two.
+               *experts: int) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Register a weight [N, C], uninitialised, with ``X_scale``, ``X_zero``, ``X_order`` and ``X_factor``.
+
+    Returns the last three, as a ``Weight`` takes them.
 
     Args:
         scheme: as in ``ModelConfig.precision``.
@@ -39,11 +44,11 @@ def add_weight(module: nn.Module, name: str, output_size: int, input_size: int, 
         made = {"": nn.Parameter(torch.empty(*experts, output_size, input_size), requires_grad=False)}
     else:
         made = NEW_WEIGHT[type(scheme)](output_size, input_size, scheme, *experts)
-    for suffix in ("", "_scale", "_zero"):
+    for suffix in ("", "_scale", "_zero", "_factor"):
         module.register_parameter(name + suffix, made.get(suffix))
     order = made.get("_order")
     module.register_buffer(f"{name}_order", order, persistent=False)  # kept where a sleep drops the weights
-    return made.get("_zero"), order
+    return made.get("_zero"), order, made.get("_factor")
 
 
 def new_bias(*shape: int) -> nn.Parameter:
@@ -65,27 +70,27 @@ class WeightReader:
     """Puts the checkpoint tensors together that make one weight.
 
     Args:
-        layers: ``int_schemes`` of each decoder layer.
+        layers: ``packed_schemes`` of each decoder layer.
         targets: the parameter that a checkpoint tensor fills, and more of it, by the tensor's name here.
     """
 
     def __init__(self, layers: Sequence[Any], targets: Mapping[str, tuple[Any, ...]]):
         self._layers, self._targets, self.gathered = layers, targets, Gathered()
 
-    def take(self, name: str, tensor: CheckpointTensor) -> tuple[str, CheckpointTensor, int4.IntTensors | None] | None:
-        """A parameter's name and its tensor, with the integers that this tensor completes; None: nothing to write."""
+    def take(self, name: str, tensor: CheckpointTensor) -> tuple[str, CheckpointTensor, PackedTensors | None] | None:
+        """A parameter's name and its tensor, with the packed weight that it completes; None: nothing to write."""
         if name.endswith(mxfp4.ENDS):
             param, *_ = self._targets.get(name.rpartition("_")[0], (None,))
             whole = mxfp4.take(name, tensor, param, self.gathered)
             return whole and (*whole, None)
-        return int4.take(name, tensor, self._layers, name in self._targets, self.gathered)
+        return take(name, tensor, self._layers, name in self._targets, self.gathered)
 
 
-def writes(param: Any, tensor: CheckpointTensor, integers: int4.IntTensors | None,
+def writes(param: Any, tensor: CheckpointTensor, packed: PackedTensors | None,
            quantizes: bool) -> list[tuple[Any, CheckpointTensor]]:
     """The parameters to write, each with its tensor. ``quantizes``: ``tensor`` has 16 bits, and ``param`` is FP8."""
-    if integers is not None:
-        return integers.writes(param)
+    if packed is not None:
+        return packed.writes(param)
     if quantizes:
         return fp8.quantized(param, tensor)
     return [(param, fp8.Scales.of_param(param, tensor.at_least(0)) if hasattr(param, "group_size") else tensor)]
@@ -93,4 +98,4 @@ def writes(param: Any, tensor: CheckpointTensor, integers: int4.IntTensors | Non
 
 def randomize(name: str, param: Any, std: float, generator: torch.Generator) -> bool:
     """Fill a quantized parameter so that the weight has this standard deviation; False: it is not quantized."""
-    return any(part.randomize(name, param, std, generator) for part in (mxfp4, fp8, int4))
+    return any(part.randomize(name, param, std, generator) for part in (nvfp4, mxfp4, fp8, int4))

@@ -15,7 +15,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError, OutOfMemoryError
 from nanovllm.models.config import ModelConfig
-from nanovllm.runner.packing import describe_integers
+from nanovllm.runner.packing import describe_packed
 
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner
@@ -91,8 +91,8 @@ def describe(config: Config, runner: "ModelRunner") -> str:
     weights = "" if config.model_config.fp8 is None else " with FP8 weights"
     if config.model_config.quant_method == "mxfp4":
         weights = " with MXFP4 experts" if device.type == "cuda" else " (MXFP4 experts dequantized)"
-    if config.model_config.has_int_weights():
-        weights = describe_integers(runner.model, device)
+    if config.model_config.has_packed_weights():
+        weights = describe_packed(runner.model, device)
     model = "the demo model" if config.model is None else config.model
     adapter = "" if config.lora is None else f" with adapter {config.lora}"
     fp8 = "" if config.kv_cache_dtype == "auto" else "FP8 "

@@ -146,15 +146,25 @@ def run_ptx(text, operands):
         to, *sources = re.findall(r"\{[^}]*\}|[$\w]+", rest)
         if op == ".reg":
             continue
+        if op == "mov.b32" and sources[0].startswith("{"):
+            registers[to] = word(torch.stack([registers[name] for name in re.findall(r"\w+", sources[0])], -1))
+            continue
         if op == "mov.b32" and to.startswith("{"):
             for name, half in zip(re.findall(r"\w+", to), halves(read(sources[0])).unbind(-1), strict=True):
                 registers[name] = half.view(torch.float16)
             continue
         kind = op.split(".")
         values = [read(name) if not name.isdigit() else torch.tensor(int(name)) for name in sources]
-        if kind[0] in ("shr", "and", "mov"):
+        if kind[0] in ("shl", "shr", "and", "or", "mov"):
             a, b = (*values, torch.tensor(0))[:2]
-            registers[to] = {"shr": a >> b, "and": a & b, "mov": a}[kind[0]]
+            made = {"shl": a << b & 0xFFFFFFFF, "shr": a >> b, "and": a & b, "or": a | b, "mov": a}
+            registers[to] = made[kind[0]]
+        elif kind[0] == "prmt":
+            a, b, choice = values
+            chosen = [a >> 8 * i if i < 4 else b >> 8 * (i - 4) for i in (int(choice) >> 4 * j & 7 for j in range(4))]
+            registers[to] = sum((byte & 255) << 8 * j for j, byte in enumerate(chosen))
+        elif op == "mad.lo.u32":
+            registers[to] = (values[0] * values[1] + values[2]) & 0xFFFFFFFF
         elif kind[0] == "lop3":
             a, b, c, table = values
             assert table == (0xF0 & 0xCC) | 0xAA

@@ -27,6 +27,7 @@ from nanovllm.quantization.fp8.numbers import E4M3
 from nanovllm.quantization.int4 import numbers as int4
 
 from . import DEVICE, EPS, randn
+from .test_nvfp4_linear import make_weight as nvfp4_weight
 
 # share of the largest value: routing weights, products of a few hundred channels, and the rounding of the result
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -440,6 +441,23 @@ def test_int4_experts(num_tokens, dtype, symmetric, C, E, I, groups):
         int4_experts(weight, group, symmetric, dtype)
         for weight, group in zip((problem.gate_up, problem.down), groups, strict=True)
     ]
+    problem.check()
+
+
+# NVFP4.
+
+
+@pytest.mark.parametrize("C, E, I", [(64, 16, 64), (128, 5, 192), (256, 4, 128), (128, 3, 48)])
+@pytest.mark.parametrize("num_tokens, dtype", [
+    (0, torch.float32), (1, HALF), (3, torch.float32), (7, torch.float32), (7, HALF), (100, torch.float32),
+    gpu_param(300, HALF),
+])  # fmt: skip
+def test_nvfp4_experts(num_tokens, dtype, C, E, I):
+    """One token or few row by row, more in tiles; 48 units are dequantized."""
+    padding = [1] if num_tokens > 1 else []
+    problem = Problem(num_tokens, C, E, I, routing=Routing(2), dtype=dtype, padding=padding)
+    both = problem.gate_up, problem.down
+    problem.weights = [nvfp4_weight(*each.shape[1:], experts=each.shape[:1]) for each in both]
     problem.check()
 
 

@@ -126,7 +126,7 @@ MARKS: dict[str, tuple[str, str] | None] = {
 }  # fmt: skip
 # A checkpoint's own quantizations, and names of vLLM's kernels for them; "fp8" is also nanovllm's option.
 PUBLISHED = {name: name for name in ("compressed-tensors", "modelopt", "mxfp4", "awq", "gptq", "auto-round")} | {
-    "awq_marlin": "awq", "gptq_marlin": "gptq", "inc": "auto-round",
+    "awq_marlin": "awq", "gptq_marlin": "gptq", "inc": "auto-round", "modelopt_fp4": "modelopt",
 }  # fmt: skip
 
 

@@ -41,7 +41,7 @@ def dequantized(weight, dtype):
     """Convert the Weight to `dtype`, without scales; a Weight without scales is returned unchanged."""
     if weight.scale is None:
         return weight
-    if weight.is_int4:
+    if weight.has_words:
         return int4.dequantized(weight, dtype)
     if not has_e4m3(weight.data.device):
         return Weight(weight.dequantize(dtype))  # by torch, on GPUs without PDL

@@ -58,7 +58,7 @@ def fused_linear(
 ):  # fmt: skip
     """See reference.fused_linear. May overwrite `residual`, or return SplitKPartials of it with `allow_split_k`, or
     Tokens in e4m3 for a `reader`."""
-    if weight.is_int4:
+    if weight.has_words:
         if int4.multiplies(len(x), weight):
             return int4.fused_linear(x, weight, bias, norm_weight, eps, residual, act_mul, allow_split_k)
         x, weight, norm_weight = in_16_bits(x, weight, norm_weight, eps)
@@ -74,7 +74,7 @@ def fused_linear(
 
 def qkv_linear(x, weight, bias, norm_weight, eps, epilogue):
     """See reference.qkv_linear."""
-    if weight.is_int4:
+    if weight.has_words:
         if int4.multiplies(len(x), weight):
             return norm_rope_store(int4.fused_linear(x, weight, bias, norm_weight, eps), *epilogue)
         x, weight, norm_weight = in_16_bits(x, weight, norm_weight, eps)

@@ -1,4 +1,4 @@
-"""Triton: products with weights of 4-bit integers (quantization/int4), and such a weight in 16 bits.
+"""Triton: products with weights of 4-bit integers or NVFP4 (quantization/), and such a weight in 16 bits.
 
 Owns `fused_linear` of these: the choice of kernel by the number of tokens, fewer than MIN_TOKENS_DENSE or not.
 
@@ -6,9 +6,10 @@ Owns `fused_linear` of these: the choice of kernel by the number of tokens, fewe
     2 to 64    tiles unpacked in registers; programs share the channels, and a second kernel adds their sums
     more       dequantized, then as 16 bits
 
-Codes become numbers in registers (unpack_int4.py). Words and rows of a tile are loaded in the order in which the tensor
-cores take them. Scales multiply a group's sums, in fp32. Weights with groups of fewer than 32 channels are
-dequantized.
+Codes become numbers in registers (unpack_int4.py, unpack_nvfp4.py). Words and rows of a tile are loaded in the order
+in which the tensor cores take them. Scales of integers multiply a group's sums, in fp32; integers with groups of fewer
+than 32 channels are dequantized. Where a kernel has factors the weight is NVFP4: scales multiply codes, and factors a
+feature's sum; rows of channels that are no multiple of 64 are dequantized.
 
 T tokens, N output features, C input channels, G groups; I outputs: N, or N / 2 with act_mul; V vectors of a step.
 """
@@ -36,22 +37,32 @@ from .unpack_int4 import (
     unpack_tile,
     uses_asm,
 )
+from .unpack_nvfp4 import TILE_FACTOR, dot_nvfp4, load_vector_scales, tile_scales
+from .unpack_nvfp4 import unpack_tile as unpack_nvfp4
 
 MIN_TOKENS_DENSE = 65
 
 
 @triton.jit
 def load_vectors(
-    words_ptr, scale_ptr, zero_ptr, place, features, exists, NUM_CHANNELS: tl.constexpr, NUM_GROUPS: tl.constexpr
+    words_ptr, scale_ptr, zero_ptr, place, features, exists, NUM_CHANNELS: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """Load words int32 [V, N, 4], scales fp32 [V, N] and zeros of the vectors from place [V, 1] on."""
+    """Load words int32 [V, N, 4], scales fp32 [V, N] and zeros of the vectors from place [V, 1] on.
+
+    Scales of NVFP4 are int32 [V, N, 2]; zeros then have no meaning.
+    """
     mask = (place < NUM_CHANNELS) & exists[None, :]
     offs = features[None, :, None] * (NUM_CHANNELS // 8) + (place // 8 + tl.arange(0, 4)[None, :])[:, None, :]
     words_ptrs = tl.max_contiguous(words_ptr + offs, [2, 1, 4])  # see gemv.py
     words = tl.load(words_ptrs, mask=mask[:, :, None], other=0)
-    group = features[None, :] * NUM_GROUPS + place // (NUM_CHANNELS // NUM_GROUPS)
-    scale = tl.load(scale_ptr + group, mask=mask, other=0.0).to(tl.float32)
-    return words, scale, load_zero(zero_ptr, group, mask)
+    if scale_ptr.dtype.element_ty == tl.int32:
+        scale = load_vector_scales(scale_ptr + features[None, :] * (NUM_CHANNELS // 64), place, mask, TILE)
+        return words, scale, load_zero(None, place, mask)
+    else:
+        group = features[None, :] * NUM_GROUPS + place // (NUM_CHANNELS // NUM_GROUPS)
+        scale = tl.load(scale_ptr + group, mask=mask, other=0.0).to(tl.float32)
+        return words, scale, load_zero(zero_ptr, group, mask)
 
 
 @triton.jit
@@ -60,6 +71,7 @@ def int4_gemv_kernel(
     words_ptr,  # int32 [N, C / 8]
     scale_ptr,  # [N, G]
     zero_ptr,  # int8 [N, G] or None
+    factor_ptr,  # fp32 [N], of NVFP4, or None; scales are then int32 [N, C / 64]
     bias_ptr,  # [N] or None
     norm_weight_ptr,  # [C] or None
     residual_ptr,  # [1, I] or None
@@ -86,7 +98,7 @@ def int4_gemv_kernel(
     place = tl.arange(0, BLOCK_V)[:, None] * 32
     features, exists = output_features(tl.program_id(0), num_outputs, ACT_MUL, BLOCK_N)
     words, scale, zero = load_vectors(
-        words_ptr, scale_ptr, zero_ptr, place, features, exists, NUM_CHANNELS, NUM_GROUPS
+        words_ptr, scale_ptr, zero_ptr, place, features, exists, NUM_CHANNELS, NUM_GROUPS, TILE
     )
     pdl_wait(USE_PDL)
     if STEPS == 1:
@@ -95,22 +107,30 @@ def int4_gemv_kernel(
         features, exists = output_features(tile, num_outputs, ACT_MUL, BLOCK_N)
         acc = tl.zeros((BLOCK_V, BLOCK_N), tl.float32)
         total_squares = tl.zeros((BLOCK_V, 1), tl.float32)
+        if factor_ptr is not None:
+            factor = tl.load(factor_ptr + features, mask=exists, other=0.0)
         for step in range(STEPS):  # not unrolled: all loads would move up, and take more registers than there are
             step_words, step_scale, step_zero = words, scale, zero
             next_tile = tl.where(step + 1 < STEPS, tile, tile + tl.num_programs(0))
             next_place = tl.where(step + 1 < STEPS, step + 1, 0) * (BLOCK_V * 32) + place
             next_features, next_exists = output_features(next_tile, num_outputs, ACT_MUL, BLOCK_N)
             words, scale, zero = load_vectors(
-                words_ptr, scale_ptr, zero_ptr, next_place, next_features, next_exists, NUM_CHANNELS, NUM_GROUPS
+                words_ptr, scale_ptr, zero_ptr, next_place, next_features, next_exists, NUM_CHANNELS, NUM_GROUPS,
+                TILE,
             )
             if STEPS > 1:
                 here = step * (BLOCK_V * 32) + place
                 x, grow, sums, squares = load_x(x_ptr, norm_weight_ptr, here, here < NUM_CHANNELS, TILE, USE_ASM)
-            acc += dot_int4(x, grow, sums, step_words, step_zero, USE_ASM) * step_scale
+            if factor_ptr is not None:
+                acc += dot_nvfp4(x, grow, step_words, step_scale, USE_ASM)
+            else:
+                acc += dot_int4(x, grow, sums, step_words, step_zero, USE_ASM) * step_scale
             total_squares += squares
         y = tl.sum(acc, axis=0)
         if norm_weight_ptr is not None:
             y *= tl.rsqrt(tl.sum(total_squares) / NUM_CHANNELS + eps)
+        if factor_ptr is not None:
+            y *= factor
         y = add_bias_and_activate(y, bias_ptr, features, exists, ACT_MUL)
         offs_i = tile * BLOCK_I + tl.arange(0, BLOCK_I)
         if residual_ptr is not None:
@@ -122,13 +142,20 @@ def int4_gemv_kernel(
 def load_halves(
     scale_ptrs, zero_ptr, zero_offs, channel, GROUP: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr
 ):  # fmt: skip
-    """Load scales and zeros of the tile at a channel, and with PAIRS of the next tile too."""
+    """Load scales and zeros of the tile at a channel, and with PAIRS of the next tile too.
+
+    Scales of NVFP4 are int16 [N, TILE / 8]; it has no zeros.
+    """
     group = channel // GROUP
-    scale, zero = tl.load(scale_ptrs + group), load_zero(zero_ptr, zero_offs + group, zero_offs >= 0)
-    if PAIRS and GROUP < 2 * TILE:
+    if scale_ptrs.dtype.element_ty == tl.int16:
+        scale = tl.load(scale_ptrs + channel // 32)
+        return scale, zero_offs, tl.load(scale_ptrs + (channel + TILE) // 32) if PAIRS else scale, zero_offs
+    elif PAIRS and GROUP < 2 * TILE:
+        scale, zero = tl.load(scale_ptrs + group), load_zero(zero_ptr, zero_offs + group, zero_offs >= 0)
         group = (channel + TILE) // GROUP
         return scale, zero, tl.load(scale_ptrs + group), load_zero(zero_ptr, zero_offs + group, zero_offs >= 0)
     else:
+        scale, zero = tl.load(scale_ptrs + group), load_zero(zero_ptr, zero_offs + group, zero_offs >= 0)
         return scale, zero, scale, zero
 
 
@@ -141,12 +168,27 @@ def dot_tile(
     return tl.dot(weight, tl.trans(x), input_precision=PRECISION)
 
 
+@triton.jit
+def add_tile(
+    acc, x, words, scale, zero, WARPS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    USE_ASM: tl.constexpr,
+):  # fmt: skip
+    """acc + the products of `dot_tile`, scaled: scales of integers [N], of NVFP4 int16 [N, TILE / 8]."""
+    if scale.dtype == tl.int16:
+        weight = in_order(unpack_nvfp4(words, scale, x.dtype, USE_ASM), WARPS, TILE)
+        # The factor is here to keep acc out of the product, where ptxas would wait for each wgmma of the tile.
+        return acc + tl.dot(weight, tl.trans(x), input_precision=PRECISION) * TILE_FACTOR
+    else:
+        return acc + dot_tile(x, words, zero, WARPS, TILE, PRECISION, USE_ASM) * scale.to(tl.float32)[:, None]
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def int4_gemm_kernel(
     x_ptr,  # [T, C] contiguous, written by the kernel before
     words_ptr,  # int32 [N, C / 8]
     scale_ptr,  # [N, G]
     zero_ptr,  # int8 [N, G] or None
+    factor_ptr,  # fp32 [N], of NVFP4, or None; scales are then int16 [N, K / 32]
     parts_ptr,  # fp32 [SPLIT_K, T, N], written here
     num_tokens,
     N: tl.constexpr,
@@ -175,7 +217,11 @@ def int4_gemm_kernel(
     row = (tl.program_id(0) * BLOCK_N + place_in_tile(tl.arange(0, BLOCK_N), WARPS)) % N
     words_ptrs = words_ptr + row.to(tl.int64)[:, None] * (K // 8) + word[None, :]
     x_ptrs = x_ptr + (m % num_tokens).to(tl.int64)[:, None] * K + k[None, :]
-    scale_ptrs, zero_offs = scale_ptr + n % N * (K // GROUP), row * (K // GROUP)
+    if factor_ptr is not None:
+        offs = row[:, None] * (K // 32) + tile_scales(TILE // 8, TILE)[None, :]
+        scale_ptrs, zero_offs = scale_ptr + tl.max_contiguous(offs, [1, TILE // 32]), row
+    else:
+        scale_ptrs, zero_offs = scale_ptr + n % N * (K // GROUP), row * (K // GROUP)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     STEP: tl.constexpr = SPLIT_K * TILES * TILE
     first = tl.program_id(1) * (TILES * TILE)
@@ -190,10 +236,11 @@ def int4_gemm_kernel(
             more_x = tl.load(x_ptrs + step + TILE)
             words, more_words = tl.split(words.reshape((BLOCK_N, 2, TILE // 8)).permute((0, 2, 1)))
         halves = load_halves(scale_ptrs, zero_ptr, zero_offs, following, GROUP, TILE, PAIRS)
-        acc += dot_tile(x, words, zero, WARPS, TILE, PRECISION, USE_ASM) * scale.to(tl.float32)[:, None]
+        acc = add_tile(acc, x, words, scale, zero, WARPS, TILE, PRECISION, USE_ASM)
         if PAIRS:
-            more = dot_tile(more_x, more_words, more_zero, WARPS, TILE, PRECISION, USE_ASM)
-            acc += more * more_scale.to(tl.float32)[:, None]
+            acc = add_tile(acc, more_x, more_words, more_scale, more_zero, WARPS, TILE, PRECISION, USE_ASM)
+    if factor_ptr is not None:
+        acc *= tl.load(factor_ptr + n % N)[:, None]
     parts_ptrs = parts_ptr + (tl.program_id(1).to(tl.int64) * num_tokens + m)[:, None] * N + n[None, :]
     tl.store(parts_ptrs, tl.trans(acc), mask=(m < num_tokens)[:, None] & (n < N)[None, :])
 
@@ -241,49 +288,61 @@ def int4_dequantize_kernel(
     words_ptr,  # int32 [N, C / 8]
     scale_ptr,  # [N, G]
     zero_ptr,  # int8 [N, G] or None
+    factor_ptr,  # fp32 [N], of NVFP4, or None; scales are then int16 [N, C / 32]
     y_ptr,  # [N, C], written here
     num_words,
     num_groups,
     TILE: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    USE_ASM: tl.constexpr,  # with factors only
     USE_PDL: tl.constexpr,
 ):
-    """One program: BLOCK_W words of an output feature. A product with the scale is rounded once."""
+    """One program: BLOCK_W words of an output feature. A product with the scale, or the factor, is rounded once."""
     pdl_launch_dependents(USE_PDL)
     feature = tl.program_id(0).to(tl.int64)
     w = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
     mask = w < num_words
     words = tl.load(words_ptr + feature * num_words + w, mask=mask, other=0)
-    group = feature * num_groups + w // (num_words // num_groups)
-    scale = tl.load(scale_ptr + group, mask=mask, other=0.0).to(tl.float32)
-    zero = load_zero(zero_ptr, group, mask)
-    codes = (words[:, None] >> (tl.arange(0, 8) * 4)[None, :]) & 15
-    numbers = ((codes - zero[:, None]).to(tl.float32) * scale[:, None]).to(y_ptr.dtype.element_ty)
-    if TILE >= 32:  # from the order of words to that of channels
-        numbers = numbers.reshape((BLOCK_W * 8 // TILE, 4, TILE // 32, 2, 4)).permute((0, 2, 4, 1, 3))
+    if factor_ptr is not None:
+        offs = w // (TILE // 8) * (TILE // 32) + w % (TILE // 32)
+        scale = tl.load(scale_ptr + feature * (num_words // 4) + offs, mask=mask, other=0)
+        dtype: tl.constexpr = y_ptr.dtype.element_ty
+        numbers = unpack_nvfp4(words[None, :], scale[None, :], dtype, USE_ASM).to(tl.float32)
+        numbers = (numbers * (tl.load(factor_ptr + feature) * TILE_FACTOR)).to(dtype)
+        numbers = numbers.reshape((BLOCK_W * 8 // TILE, 4, TILE // 32, 4, 2)).permute((0, 2, 3, 1, 4))
+    else:
+        group = feature * num_groups + w // (num_words // num_groups)
+        scale = tl.load(scale_ptr + group, mask=mask, other=0.0).to(tl.float32)
+        zero = load_zero(zero_ptr, group, mask)
+        codes = (words[:, None] >> (tl.arange(0, 8) * 4)[None, :]) & 15
+        numbers = ((codes - zero[:, None]).to(tl.float32) * scale[:, None]).to(y_ptr.dtype.element_ty)
+        if TILE >= 32:  # from the order of words to that of channels
+            numbers = numbers.reshape((BLOCK_W * 8 // TILE, 4, TILE // 32, 2, 4)).permute((0, 2, 4, 1, 3))
     channel = tl.program_id(1) * (BLOCK_W * 8) + tl.arange(0, BLOCK_W * 8)
     pdl_wait(USE_PDL)  # the output may reuse memory that the kernel before reads
     y_ptrs = y_ptr + feature * (num_words * 8) + channel
     tl.store(y_ptrs, numbers.reshape((BLOCK_W * 8,)), mask=channel < num_words * 8)
 
 
-def arguments(weight):
-    """Words, scale and zero of a Weight."""
-    for tensor in (weight.data, weight.scale, weight.zero):
-        assert tensor is None or tensor.is_contiguous()
-    return weight.data, weight.scale, weight.zero
+def arguments(weight, dtype=torch.int16):
+    """Words, scale, zero and factor of a Weight; scales of NVFP4 in words of `dtype`."""
+    tensors = weight.data, weight.scale, weight.zero, weight.factor
+    assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
+    return tensors if weight.factor is None else (weight.data, weight.scale.view(dtype), None, weight.factor)
 
 
 def dequantized(weight, dtype):
     """The Weight in 16 bits; also that of all experts."""
     num_words, num_groups = weight.data.shape[-1], weight.scale.shape[-1]
+    if weight.factor is not None and weight.tile < MIN_TILE:
+        return Weight(weight.dequantize(dtype), is_temporary=True)  # by torch: no model has such rows
     shape = (*weight.data.shape[:-1], num_words * CODES)
     y = torch.empty(shape, dtype=dtype, device=weight.data.device)
     block_w = min(512, max(weight.tile // CODES, triton.next_power_of_2(num_words)))
     launch(
         int4_dequantize_kernel, (weight.data.numel() // num_words, triton.cdiv(num_words, block_w)),
         *arguments(weight), y, num_words, num_groups, TILE=weight.tile, BLOCK_W=block_w,
-        num_warps=max(1, block_w // 128),
+        USE_ASM=uses_asm(y), num_warps=max(1, block_w // 128),
         **launch_options(y.device),
     )  # fmt: skip
     return Weight(y, is_temporary=True)
@@ -326,6 +385,23 @@ def gemv_config(num_features, num_channels, sms):
     return Int4GemvConfig(16, 64, 2, 4 * sms)
 
 
+def nvfp4_gemv_config(num_features, num_channels, sms):
+    """By registers of a thread, about 128, and 168 where steps of 8 features load x again: 16 and 12 warps on an SM."""
+    num_vectors, num_tiles = num_channels // VECTOR, triton.cdiv(num_features, 8)
+    if num_vectors <= 128:  # one step
+        block_v = max(32, triton.next_power_of_2(num_vectors))
+        num_warps = block_v // 32
+        if num_tiles * num_warps <= 16 * sms:  # all programs run at once
+            return Int4GemvConfig(8, block_v, num_warps, num_tiles)
+        if num_warps > 1 and num_tiles * num_warps <= 24 * sms:
+            return Int4GemvConfig(8, block_v // 2, num_warps // 2, num_tiles)
+        return Int4GemvConfig(8, block_v, num_warps, 16 // num_warps * sms)
+    idle = {block_v: triton.cdiv(num_vectors, block_v) * block_v - num_vectors for block_v in (128, 64, 32)}
+    block_v = next(block_v for block_v in idle if idle[block_v] <= 0.3 * num_vectors)
+    num_tiles, num_programs = triton.cdiv(num_features, 4), 16 // (block_v // 32) * sms
+    return Int4GemvConfig(4, block_v, block_v // 32, num_tiles if num_tiles <= 2 * num_programs else num_programs)
+
+
 def gemm_config(num_tokens, num_features, num_steps, sms):
     block_m, block_n = min(64, max(16, triton.next_power_of_2(num_tokens))), 64
     num_tiles = triton.cdiv(num_features, block_n)
@@ -342,10 +418,11 @@ def int4_gemv(x, weight, bias, norm_weight, eps, residual, act_mul):
     assert x.shape == (1, num_channels) and x.stride(1) == 1
     num_outputs = num_features // 2 if act_mul else num_features
     y = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
-    config = gemv_config(num_features, num_channels, num_sms(x.device))
+    choose = gemv_config if weight.factor is None else nvfp4_gemv_config
+    config = choose(num_features, num_channels, num_sms(x.device))
     launch(
         int4_gemv_kernel, (config.num_programs,),
-        x, *arguments(weight), bias, norm_weight, residual, y, num_outputs, eps,
+        x, *arguments(weight, torch.int32), bias, norm_weight, residual, y, num_outputs, eps,
         NUM_CHANNELS=num_channels, NUM_GROUPS=weight.scale.shape[1], TILE=weight.tile, ACT_MUL=act_mul,
         BLOCK_N=config.block_n, BLOCK_V=config.block_v, USE_ASM=uses_asm(x), num_warps=config.num_warps,
         **launch_options(x.device),

@@ -15,38 +15,42 @@ from ...quantization.fp8 import numbers as fp8
 from ...quantization.fp8.numbers import E4M3, E4M3_MAX
 from ...quantization.int4 import numbers as int4
 from ...quantization.mxfp4 import numbers as mxfp4
+from ...quantization.nvfp4 import numbers as nvfp4
 
 
 class Weight(NamedTuple):
     """The weight of a linear layer, y = x @ (data * scale).T."""
 
-    # [N, C], as in nn.Linear; with a scale e4m3, or uint8 [N, C / 2]: MXFP4, int32 [N, C / 8]: int4 (quantization/)
+    # [N, C], as in nn.Linear; with a scale e4m3, or in four bits (quantization/): uint8 [N, C / 2], MXFP4; int32
+    # [N, C / 8], words of integers or, with a factor, of NVFP4
     data: torch.Tensor
     # fp32 [N, G], each scale for C / G channels: G = 1, C / 128, or more where a shard or the tensor's end cuts blocks;
-    # MXFP4 has uint8 [C / 32, N], 4-bit integers [N, G] in the dtype of x
+    # MXFP4 has uint8 [C / 32, N], 4-bit integers [N, G] in the dtype of x, NVFP4 uint8 [N, C / 16]
     scale: torch.Tensor | None = None
     block_n: int = 1  # number of consecutive output features that share their scales
     packed: Any = None  # a CPU copy: see `pack`, and quantization/int4/numbers.py for 4-bit integers
     zero: torch.Tensor | None = None  # int8 [N, G] for 4-bit integers; None: symmetric
     order: torch.Tensor | None = None  # i32 [C] for 4-bit integers: x's channel for each channel of W; None: the same
+    factor: torch.Tensor | None = None  # fp32 [N, 1] of NVFP4
     is_temporary: bool = False  # written by a kernel just before: a PDL kernel must not read it before its wait
 
     def expert(self, i):
         """The Weight of expert i, sliced from data [E, N, C], scale and zero [E, N, G] of all experts."""
-        scale, zero = (None if x is None else x[i] for x in (self.scale, self.zero))
-        return self._replace(data=self.data[i], scale=scale, zero=zero)
+        scale, zero, factor = (None if x is None else x[i] for x in (self.scale, self.zero, self.factor))
+        return self._replace(data=self.data[i], scale=scale, zero=zero, factor=factor)
 
     @property
     def is_mxfp4(self):
         return self.data.dtype == torch.uint8
 
     @property
-    def is_int4(self):
+    def has_words(self):
+        """Whether it is of 4-bit integers or NVFP4."""
         return self.data.dtype == torch.int32
 
     @property
     def num_channels(self):
-        return self.data.shape[-1] * (2 if self.is_mxfp4 else int4.CODES if self.is_int4 else 1)
+        return self.data.shape[-1] * (2 if self.is_mxfp4 else int4.CODES if self.has_words else 1)
 
     @property
     def channels(self):
@@ -55,7 +59,9 @@ class Weight(NamedTuple):
 
     @property
     def tile(self):
-        """Number of channels in a tile, within which 4-bit integers have an order of their own."""
+        """Number of channels in a tile, within which words have an order of their own."""
+        if self.factor is not None:
+            return nvfp4.tile_of(self.num_channels)
         return int4.tile_of(self.num_channels // self.scale.shape[-1])
 
     def has_whole_blocks(self):
@@ -68,7 +74,9 @@ class Weight(NamedTuple):
             return self.data
         if self.is_mxfp4:
             return mxfp4.dequantized(self.data, self.scale, dtype)
-        if self.is_int4:
+        if self.factor is not None:
+            return nvfp4.dequantized(self.data, self.scale, self.factor, dtype)
+        if self.has_words:
             numbers = int4.dequantized(self.data, self.scale, self.zero, dtype)
             return torch.empty_like(numbers).index_copy_(-1, self.channels, numbers)
         return fp8.dequantized(self.data, self.scale, dtype)
@@ -247,7 +255,7 @@ def fused_linear(
         x = rms_norm(x, norm_weight, eps)
     if weight.order is not None:
         x = x.index_select(1, weight.order)
-    if weight.is_int4:
+    if weight.has_words and weight.factor is None:
         y = int4.linear(x, weight, bias)
     elif weight.packed is None:
         y = F.linear(x, weight.dequantize(x.dtype), bias)

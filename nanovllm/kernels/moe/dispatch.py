@@ -8,7 +8,7 @@ says what is computed.
 
 With e4m3 weights up to 4 tokens are multiplied in their own 16 bits (W8A16). From 5 on, on Hopper, rows are quantized
 to e4m3 as well, each by itself, before both products (W8A8); elsewhere tiles of the weights are widened in registers.
-MXFP4 weights and 4-bit integers are widened in registers everywhere (W4A16).
+MXFP4 weights, 4-bit integers and NVFP4 are widened in registers everywhere (W4A16).
 The references do not quantize rows. If Triton cannot convert e4m3, or a scale's number of channels is not a multiple
 of 16, all experts are dequantized at each call, which is correct but slow.
 """
@@ -69,13 +69,13 @@ def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_u
     h = torch.empty((num_tokens * top_k, num_units), dtype=x.dtype, device=x.device)
     x = tokens_for(x, gate_up)
     has_large = has_large_shared_memory(residual.device)
-    kinds = x.scale is not None, gate_up.is_mxfp4, has_large, gate_up.is_int4
+    kinds = x.scale is not None, gate_up.is_mxfp4, has_large, gate_up.has_words
     config = grouped_config(len(h), num_experts, True, *kinds)
     grouped_gemm(config, x, gate_up, rows, counts, h, top_k, act, bias=of_gate_up, limit=limit)
     parts_dtype = torch.float32 if num_tokens <= MAX_TOKENS_FP32 else x.dtype
     parts = torch.empty((top_k, num_tokens, num_channels), dtype=parts_dtype, device=h.device)
     h = Tokens(h, h.dtype) if down.is_mxfp4 else tokens_for(h, down)  # h is in the tiles' order already
-    kinds = h.scale is not None, down.is_mxfp4, has_large, down.is_int4
+    kinds = h.scale is not None, down.is_mxfp4, has_large, down.has_words
     config = grouped_config(len(h.data), num_experts, False, *kinds)
     grouped_gemm(config, h, down, rows, counts, parts, top_k, weights=weights, bias=of_down)
     if add_residual and allow_split_k:
@@ -100,9 +100,9 @@ def usable(weight, dtype):
     """The Weight as it is if the kernels can widen it, else in `dtype`."""
     if weight.scale is None or weight.is_mxfp4:
         return weight
-    if not weight.is_int4 and scale_group(weight) % 16 == 0 and has_e4m3(weight.data.device):
+    if not weight.has_words and scale_group(weight) % 16 == 0 and has_e4m3(weight.data.device):
         return weight
-    if weight.is_int4:
+    if weight.has_words:
         return weight if weight.tile >= MIN_TILE else dequantized(weight, dtype)
     flat = Weight(weight.data.flatten(0, 1), weight.scale.flatten(0, 1))
     flat = dequantized(flat, dtype)
@@ -116,6 +116,6 @@ def tokens_for(x, weight):
     """
     if weight.is_mxfp4:
         return Tokens(reordered(x), x.dtype)
-    takes_fp8 = scale_group(weight) % 32 == 0 < scale_group(weight) and not weight.is_int4
+    takes_fp8 = scale_group(weight) % 32 == 0 < scale_group(weight) and not weight.has_words
     in_fp8 = takes_fp8 and is_sm90(x.device) and x.element_size() == 2
     return quantize_tokens(x) if in_fp8 else Tokens(x, x.dtype)

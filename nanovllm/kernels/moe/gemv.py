@@ -3,7 +3,7 @@
 Owns `gate_up_rows` and `down_rows`. Bound by reading the weights of the chosen experts; with few tokens hardly two rows
 share one. An e4m3 weight is multiplied as in linear/gemv.py: in fp16 on NVIDIA GPUs, where four e4m3, or two numbers of
 16 bits, are loaded as an int32. An MXFP4 weight likewise, eight numbers an int32 (unpack.py), and 4-bit integers
-(linear/unpack_int4.py).
+and NVFP4 (linear/unpack_int4.py, linear/unpack_nvfp4.py).
 
 Legend: route.py; C channels, I intermediate units of an expert. In 16 bits, with a shared expert of the same size, k
 counts it: it is expert E, the last of each token, and its weights are tensors of their own.
@@ -18,6 +18,7 @@ import triton.language as tl
 from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
 from ..linear.gemv import activate, dot_fp8, load_pairs, multiplies_in_fp16, unpack
 from ..linear.unpack_int4 import VECTOR, dot_int4, load_x, load_zero, uses_asm
+from ..linear.unpack_nvfp4 import dot_nvfp4, load_vector_scales
 from .unpack import dot_mxfp4, dot_mxfp4_plain, e8m0
 
 
@@ -69,13 +70,17 @@ def dot_fours(x_ptr, channel, mask, weight, IS_BF16: tl.constexpr):
 def load_scale(
     scale_ptr, features, mask, channel,
     NUM_FEATURES: tl.constexpr, NUM_CHANNELS: tl.constexpr, NUM_GROUPS: tl.constexpr, MXFP4: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Load scales fp32 [V, N] of features [1, N] and of the vectors that begin at channel [V, 1].
 
     All are one expert's; with scale_ptr [V, 1] each vector has its own expert. One expert with one group gives [1, N]:
-    [V, N] would take a layout that has to be converted.
+    [V, N] would take a layout that has to be converted. Scales of NVFP4 are int32 [V, N, 2].
     """
-    if MXFP4:
+    if scale_ptr.dtype.element_ty == tl.int32:
+        mask &= channel < NUM_CHANNELS
+        return load_vector_scales(scale_ptr + features * NUM_GROUPS, channel, mask, TILE)
+    elif MXFP4:
         mask &= channel < NUM_CHANNELS
         return e8m0(tl.load(scale_ptr + (channel // 32 * NUM_FEATURES + features), mask=mask, other=0))
     elif NUM_GROUPS == 1:
@@ -93,6 +98,7 @@ def gate_up_rows_kernel(
     weight_ptr,  # [E, 2 I, C]; fours of e4m3 are int32 [E, 2 I, C / 4]; of MXFP4 uint8 [E, 2 I, C / 2] or int32
     scale_ptr,  # fp32 or of INT4 [E, 2 I, NUM_GROUPS], of MXFP4 uint8 [E, NUM_GROUPS, 2 I]; only with NUM_GROUPS
     zero_ptr,  # int8 [E, 2 I, NUM_GROUPS] or None, of INT4
+    factor_ptr,  # fp32 [E, 2 I], of NVFP4, or None; scales are then int32, and INT4 describes the words
     bias_ptr,  # [E, 2 I] or None
     shared_ptr,  # [2 I, C], the shared expert's weight, or None
     ids_ptr,  # i32[T * k], written by the kernel before
@@ -149,11 +155,14 @@ def gate_up_rows_kernel(
         if NUM_GROUPS > 0:
             scale = load_scale(
                 scale_ptr, feature[None, :], exists[None, :], first + channel,
-                2 * NUM_UNITS, NUM_CHANNELS, NUM_GROUPS, MXFP4,
+                2 * NUM_UNITS, NUM_CHANNELS, NUM_GROUPS, MXFP4, INT4,
             )  # fmt: skip
         # Returns at once. ptxas moves no load across it: all loads of the weight are in flight before one is used.
         pdl_wait(USE_PDL)
-        if INT4 > 0:
+        if factor_ptr is not None:
+            vectors, grow, _, _ = load_x(x_ptr, None, first + channel, inside, INT4, USE_ASM)
+            dot = dot_nvfp4(vectors, grow, weight, scale, USE_ASM)
+        elif INT4 > 0:
             groups = feature[None, :] * NUM_GROUPS + (first + channel) // (NUM_CHANNELS // NUM_GROUPS)
             zero = load_zero(zero_ptr, groups, exists[None, :] & inside)
             vectors, grow, sums, _ = load_x(x_ptr, None, first + channel, inside, INT4, USE_ASM)
@@ -170,12 +179,14 @@ def gate_up_rows_kernel(
                 squares += tl.sum(x * x, axis=1)
                 x *= tl.load(norm_weight_ptr + first + c, mask=inside, other=0.0).to(tl.float32)
             dot = tl.sum(x[:, None, :] * weight.to(tl.float32), axis=2)
-        if NUM_GROUPS > 0:
+        if NUM_GROUPS > 0 and factor_ptr is None:
             dot *= scale
         acc += dot
     y = tl.sum(acc, axis=0)
     if norm_weight_ptr is not None:
         y *= tl.rsqrt(tl.sum(squares, axis=0) / NUM_CHANNELS + eps)
+    if factor_ptr is not None:
+        y *= tl.load(factor_ptr + expert * (2 * NUM_UNITS) + feature, mask=exists, other=0.0)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + expert * (2 * NUM_UNITS) + feature, mask=exists, other=0.0).to(tl.float32)
     g, u = tl.split(tl.permute(tl.reshape(y, (2, BLOCK_I)), (1, 0)))
@@ -190,6 +201,7 @@ def down_rows_kernel(
     weight_ptr,  # [E, C, I]; fours of e4m3 are int32 [E, C, I / 4]; of MXFP4 uint8 [E, C, I / 2] or int32
     scale_ptr,  # fp32 or of INT4 [E, C, NUM_GROUPS], of MXFP4 uint8 [E, NUM_GROUPS, C]; only with NUM_GROUPS
     zero_ptr,  # int8 [E, C, NUM_GROUPS] or None, of INT4
+    factor_ptr,  # fp32 [E, C], of NVFP4, or None; likewise
     bias_ptr,  # [E, C] or None
     shared_ptr,  # [C, I], the shared expert's weight, or None
     ids_ptr,  # i32[T, k]
@@ -242,11 +254,16 @@ def down_rows_kernel(
             expert_scale_ptr = scale_ptr + expert * (NUM_CHANNELS * NUM_GROUPS)
             scale = load_scale(
                 expert_scale_ptr, n[None, :], (expert >= 0) & exists[None, :], unit,
-                NUM_CHANNELS, NUM_UNITS, NUM_GROUPS, MXFP4,
+                NUM_CHANNELS, NUM_UNITS, NUM_GROUPS, MXFP4, INT4,
             )  # fmt: skip
         pdl_wait(USE_PDL)  # as above
         in_h = choice * NUM_UNITS + unit
-        if INT4 > 0:
+        if factor_ptr is not None:
+            vectors, grow, _, _ = load_x(h_ptr, None, in_h, inside, INT4, USE_ASM)
+            is_here = (expert >= 0) & exists[None, :]
+            factor = tl.load(factor_ptr + expert * NUM_CHANNELS + n[None, :], mask=is_here, other=0.0)
+            dot = dot_nvfp4(vectors, grow, weight, scale, USE_ASM) * factor
+        elif INT4 > 0:
             groups = (expert * NUM_CHANNELS + n[None, :]) * NUM_GROUPS + unit // (NUM_UNITS // NUM_GROUPS)
             zero = load_zero(zero_ptr, groups, inside & exists[None, :])
             vectors, grow, sums, _ = load_x(h_ptr, None, in_h, inside, INT4, USE_ASM)
@@ -260,7 +277,7 @@ def down_rows_kernel(
         else:
             h = tl.load(h_ptr + in_h + lane, mask=inside, other=0.0).to(tl.float32)
             dot = tl.sum(h[:, None, :] * weight.to(tl.float32), axis=2)
-        if NUM_GROUPS > 0:
+        if NUM_GROUPS > 0 and factor_ptr is None:
             dot *= scale
         acc += dot * share
     total = tl.sum(acc, axis=0)
@@ -282,8 +299,10 @@ def operands(x, weight, num_tokens):
     data, scale = weight.data, weight.scale
     assert x.is_contiguous() and data.is_contiguous() and (scale is None or scale.is_contiguous())
     num_groups = 0 if scale is None else scale.shape[1 if weight.is_mxfp4 else 2]
-    if weight.is_int4:
+    if weight.has_words:
         assert weight.tile >= VECTOR and (weight.zero is None or weight.zero.is_contiguous())
+        if weight.factor is not None:
+            scale, num_groups = scale.view(torch.int32), num_groups // 4
         return x, data, scale, num_groups, VECTOR, INT4_OF_ONE_TOKEN if num_tokens == 1 else INT4
     config = CONFIGS[4 if weight.is_mxfp4 else 8 if data.element_size() == 1 else 16]
     vector = 32 if weight.is_mxfp4 else 8
@@ -306,9 +325,9 @@ def gate_up_rows(x, norm_weight, eps, weight, ids, act, bias=None, limit=0.0, sh
     num_vectors = min(config.vectors, triton.next_power_of_2(triton.cdiv(num_channels, vector)))
     launch(
         gate_up_rows_kernel, (triton.cdiv(num_units, config.units), len(h)), x, norm_weight, data, scale,
-        weight.zero, bias, shared, ids, h, eps,
+        weight.zero, weight.factor, bias, shared, ids, h, eps,
         TOP_K=top_k, NUM_EXPERTS=len(data), NUM_CHANNELS=num_channels, NUM_UNITS=num_units, NUM_GROUPS=num_groups,
-        MXFP4=weight.is_mxfp4, INT4=weight.tile if weight.is_int4 else 0, USE_ASM=uses_asm(h), BLOCK_I=config.units,
+        MXFP4=weight.is_mxfp4, INT4=weight.tile if weight.has_words else 0, USE_ASM=uses_asm(h), BLOCK_I=config.units,
         BLOCK_C=num_vectors * vector,
         ACT=act, LIMIT=limit, num_warps=fitting_warps(config.warps, num_vectors), **launch_options(x.device),
     )  # fmt: skip
@@ -324,9 +343,9 @@ def down_rows(h, weight, ids, weights, residual, bias=None, shared=None):
     num_vectors = min(config.down_vectors, triton.next_power_of_2(top_k * triton.cdiv(num_units, vector)))
     launch(
         down_rows_kernel, (triton.cdiv(num_channels, config.channels), num_tokens),
-        h, data, scale, weight.zero, bias, shared, ids, weights, residual, y,
+        h, data, scale, weight.zero, weight.factor, bias, shared, ids, weights, residual, y,
         TOP_K=top_k, NUM_CHANNELS=num_channels, NUM_UNITS=num_units, NUM_GROUPS=num_groups, MXFP4=weight.is_mxfp4,
-        INT4=weight.tile if weight.is_int4 else 0, USE_ASM=uses_asm(y), BLOCK_K=triton.next_power_of_2(top_k),
+        INT4=weight.tile if weight.has_words else 0, USE_ASM=uses_asm(y), BLOCK_K=triton.next_power_of_2(top_k),
         BLOCK_N=config.channels,
         BLOCK_V=num_vectors, num_warps=fitting_warps(config.down_warps, num_vectors), **launch_options(h.device),
     )  # fmt: skip

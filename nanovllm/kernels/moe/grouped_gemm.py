@@ -16,6 +16,8 @@ import triton.language as tl
 from ..launch import has_large_shared_memory, launch, launch_options, pdl_launch_dependents, pdl_wait
 from ..linear.unpack_int4 import in_order, load_zero, place_in_tile, uses_asm
 from ..linear.unpack_int4 import unpack_tile as unpack_int4
+from ..linear.unpack_nvfp4 import TILE_FACTOR, tile_scales
+from ..linear.unpack_nvfp4 import unpack_tile as unpack_nvfp4
 from .gemv import gated
 from .unpack import column_of, load_scales, unpack_tile
 
@@ -32,11 +34,19 @@ def load_weight(ptrs, step, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def load_tile(
-    ptrs, zero_ptr, rows, step, k, K: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    ptrs, scale_ptr, zero_ptr, rows, step, k, K: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     INT4: tl.constexpr, DTYPE: tl.constexpr, WARPS: tl.constexpr, USE_ASM: tl.constexpr,
 ):  # fmt: skip
-    """Load a weight's tile [BLOCK_N, BLOCK_K]; of 4-bit integers in DTYPE, from the words of rows [BLOCK_N]."""
-    if INT4:
+    """Load a weight's tile [BLOCK_N, BLOCK_K]; of 4-bit integers or NVFP4 in DTYPE, from the words of rows [BLOCK_N].
+
+    NVFP4 has no GROUP, because its scales multiply the codes here.
+    """
+    if INT4 and GROUP == 0:
+        offs = rows[:, None] * (K // 32) + tile_scales(BLOCK_K // 8, BLOCK_K)[None, :]
+        scale = tl.load(scale_ptr + tl.max_contiguous(offs, [1, BLOCK_K // 32]) + step // 32)
+        words = tl.load(ptrs + step // 8)
+        return in_order(unpack_nvfp4(words, scale, DTYPE, USE_ASM), WARPS, BLOCK_K)
+    elif INT4:
         zero = load_zero(zero_ptr, rows * (K // GROUP) + step // GROUP, rows >= 0)
         words = tl.load(ptrs + step // 8)
         return in_order(unpack_int4(words, zero, DTYPE, USE_ASM), WARPS, BLOCK_K)
@@ -54,12 +64,16 @@ def load_scale(scale_ptr, features, step, K: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def dot_tile(x, weight, scale, acc, GROUP: tl.constexpr, SWAP_AB: tl.constexpr, PRECISION: tl.constexpr):
+def dot_tile(
+    x, weight, scale, acc, GROUP: tl.constexpr, SWAP_AB: tl.constexpr, PRECISION: tl.constexpr, NVFP4: tl.constexpr
+):  # fmt: skip
     """acc + x weight^T, [BLOCK_M, BLOCK_N]; transposed with SWAP_AB: wgmma takes 64 rows, and the weight has them.
 
     With GROUP the weight is widened, unless x is e4m3 too, and a step's sum is scaled before it is added in fp32.
     """
-    if GROUP == 0:
+    if NVFP4:  # as in ../linear/int4.py
+        return acc + tl.dot(weight, tl.trans(x), input_precision=PRECISION) * TILE_FACTOR
+    elif GROUP == 0:
         if SWAP_AB:
             return tl.dot(weight, tl.trans(x), acc, input_precision=PRECISION)
         else:
@@ -84,6 +98,7 @@ def grouped_gemm_kernel(
     weight_ptr,  # [E, N, K]; with GATED [E, 2 N, K], gate before up features; of MXFP4 and INT4 int32, K / 8
     scale_ptr,  # fp32 or of INT4 [E, N or 2 N, K / GROUP], of MXFP4 int32 [E, K / 32, N / 4 or N / 2]; with GROUP
     zero_ptr,  # int8 [E, N or 2 N, K / GROUP] or None, of INT4
+    factor_ptr,  # fp32 [E, N or 2 N], of NVFP4, or None; scales are then int16 [E, N or 2 N, K / 32]
     bias_ptr,  # [E, N or 2 N] or None
     rows_ptr,  # i32[E, T]
     counts_ptr,  # i32[E]
@@ -161,15 +176,19 @@ def grouped_gemm_kernel(
                     up_scale = load_scale(scale_ptr, features + N, step, K, GROUP)
                 x = tl.load(x_ptrs + step, mask=is_row[:, None] & (step + k < K)[None, :], other=0.0)
                 weight = load_tile(
-                    weight_ptrs, zero_ptr, rows, step, k, K, BLOCK_K, GROUP, INT4, x.dtype, WARPS, USE_ASM
+                    weight_ptrs, scale_ptr, zero_ptr, rows, step, k, K, BLOCK_K, GROUP, INT4, x.dtype, WARPS, USE_ASM
                 )
-                acc = dot_tile(x, weight, scale, acc, GROUP, SWAP_AB, PRECISION)
+                acc = dot_tile(x, weight, scale, acc, GROUP, SWAP_AB, PRECISION, factor_ptr is not None)
                 if GATED:
                     weight = load_tile(
-                        weight_ptrs + N * (K // PACK), zero_ptr, rows + N, step, k, K, BLOCK_K, GROUP, INT4,
+                        weight_ptrs + N * (K // PACK), scale_ptr, zero_ptr, rows + N, step, k, K, BLOCK_K, GROUP, INT4,
                         x.dtype, WARPS, USE_ASM,
                     )
-                    up = dot_tile(x, weight, up_scale, up, GROUP, SWAP_AB, PRECISION)
+                    up = dot_tile(x, weight, up_scale, up, GROUP, SWAP_AB, PRECISION, factor_ptr is not None)
+        if factor_ptr is not None:
+            acc *= tl.load(factor_ptr + features)[:, None]
+            if GATED:
+                up *= tl.load(factor_ptr + features + N)[:, None]
         if x_scale_ptr is not None:
             x_scale = tl.load(x_scale_ptr + x_row, mask=is_row, other=0.0)
             acc *= x_scale[None, :] if SWAP_AB else x_scale[:, None]
@@ -274,8 +293,9 @@ def grouped_config(
 
 
 def scale_group(weight):
-    """Channels per scale of a Weight, also of 4-bit integers; 0: it has no scales, or is MXFP4."""
-    return 0 if weight.scale is None or weight.is_mxfp4 else weight.num_channels // weight.scale.shape[2]
+    """Channels per scale of a Weight, also of 4-bit integers; 0: it has no scales, or is MXFP4 or NVFP4."""
+    is_float = weight.is_mxfp4 or weight.factor is not None
+    return 0 if weight.scale is None or is_float else weight.num_channels // weight.scale.shape[2]
 
 
 def grouped_gemm(config, x, weight, rows, counts, y, top_k, act=None, weights=None, bias=None, limit=0.0):
@@ -287,11 +307,13 @@ def grouped_gemm(config, x, weight, rows, counts, y, top_k, act=None, weights=No
     assert weight.scale is None or weight.scale.is_contiguous()
     # a step may reach beyond the channels, but not into another group
     block_k = min(config.block_k, group & -group) if 0 < group < num_channels else config.block_k
-    block_k = weight.tile if weight.is_int4 else block_k
+    block_k = weight.tile if weight.has_words else block_k
     data, scale = weight.data, weight.scale
     if is_mxfp4:  # whole tiles of x, and with a gate also of y
         assert config.block_k == 128 and (not gated or config.block_n % 128 == 0)
         data, scale = data.view(torch.int32), scale.view(torch.int32)
+    if weight.factor is not None:
+        scale = scale.view(torch.int16)
     num_tokens = rows.shape[1]  # an expert has each token at most once
     usual_rows = min(num_tokens, 2 * num_tokens * top_k // num_experts + 1)
     split_m = triton.cdiv(usual_rows, config.block_m)
@@ -302,11 +324,11 @@ def grouped_gemm(config, x, weight, rows, counts, y, top_k, act=None, weights=No
         num_stages = min(num_stages, 1 + SMALL_BYTES // step_bytes)
     launch(
         grouped_gemm_kernel, (triton.cdiv(num_outputs, config.block_n) * split_m, num_experts),
-        x.data, x.scale, data, scale, weight.zero, bias, rows, counts, weights, y, num_tokens, split_m,
+        x.data, x.scale, data, scale, weight.zero, weight.factor, bias, rows, counts, weights, y, num_tokens, split_m,
         TOP_K=top_k, N=num_outputs, K=num_channels, X_CHANNELS=x.data.shape[1], Y_CHANNELS=y.shape[-1], GROUP=group,
-        MXFP4=is_mxfp4, INT4=weight.is_int4, USE_ASM=(is_mxfp4 or weight.is_int4) and uses_asm(x.data), ACT=act,
+        MXFP4=is_mxfp4, INT4=weight.has_words, USE_ASM=(is_mxfp4 or weight.has_words) and uses_asm(x.data), ACT=act,
         LIMIT=limit, GATED=gated, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=block_k,
-        SWAP_AB=is_mxfp4 or weight.is_int4 or config.block_m < 64,
+        SWAP_AB=is_mxfp4 or weight.has_words or config.block_m < 64,
         PRECISION="ieee" if x.data.dtype == torch.float32 else "tf32",
         WARPS=config.num_warps, num_warps=config.num_warps, num_stages=num_stages, **launch_options(y.device),
     )  # fmt: skip

@@ -83,6 +83,14 @@ OUTSIDE = re.compile(r"(?:.*\.)?(?:lm_head|embed_tokens|score)\.(?:qweight|weigh
 REGEX_SIGNS = frozenset("*+?^$()[]{}|\\")
 
 
+KINDS = {  # by layout: suffixes of a module's tensors, codes, scales and zeros first
+    "compressed-tensors": ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape"),
+    "awq": ("qweight", "scales", "qzeros"),
+    "gptq": ("qweight", "scales", "qzeros", "g_idx"),
+    "gptq_v2": ("qweight", "scales", "qzeros", "g_idx"),
+}
+
+
 class IntScheme(NamedTuple):
     """How a checkpoint stores a module of group-quantized integers."""
 
@@ -92,13 +100,46 @@ class IntScheme(NamedTuple):
     symmetric: bool  # codes are relative to half their range, else each group has a zero
     act_order: bool = False  # ``g_idx`` says which group a channel belongs to
 
+    @property
+    def noun(self) -> str:
+        """What the codes are, in errors."""
+        return "integers"
 
-Schemes = dict[str, IntScheme | None]  # by module; None: 16 bits
+    @property
+    def unused_tensors(self) -> str:
+        """A regular expression of tensors that such checkpoints have and the model does without."""
+        return "(?!)"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return KINDS[self.layout]
+
+    def needed(self) -> set[str]:
+        """Kinds of a module's tensors that are read together. GPTQ's ``g_idx`` without an order is checked by itself.
+        """
+        kinds = set(self.kinds)
+        if self.layout == "compressed-tensors" and self.symmetric:
+            kinds.discard("weight_zero_point")
+        return kinds if self.act_order else kinds - {"g_idx"}
+
+
+Schemes = dict[str, Any]  # scheme by module; None: 16 bits
 
 
 def read(quantization: dict[str, Any], family: "Family", num_layers: int, num_experts: int,
          files: Sequence[Path]) -> tuple[None, list[dict[str, Any]]]:
-    """``int_schemes`` of each ``LayerConfig``. A merged layer replaces its parts if they are alike.
+    reader = READERS[quantization["quant_method"]]
+    layers = packed_layers(reader, quantization, family, num_layers, num_experts, files)
+    in_order = [name for layer in layers for name, scheme in layer if scheme.act_order and ".experts." in name]
+    if family.gpt_oss_experts or in_order:
+        what = "gpt-oss in packed integers" if family.gpt_oss_experts else f"desc_act of experts ({in_order[0]})"
+        raise refusal(what)
+    return None, [{"packed_schemes": tuple(layer)} for layer in layers]
+
+
+def packed_layers(reader: "Reader", quantization: dict[str, Any], family: "Family", num_layers: int, num_experts: int,
+                  files: Sequence[Path]) -> list[list[tuple[str, Any]]]:
+    """``packed_schemes`` of each ``LayerConfig``. A merged layer replaces its parts if they are alike.
 
     ``files``: of the weights. They tell which layers the checkpoint itself has merged; without them it has the parts.
     """
@@ -114,18 +155,14 @@ def read(quantization: dict[str, Any], family: "Family", num_layers: int, num_ex
         prefix = f"model.layers.{i}."
         is_whole = not parts or not stems.isdisjoint(spellings(prefix + name, family.renamed))
         own[i, name] = [prefix + part for part in ([name] if is_whole else parts)]
-    schemes = READERS[quantization["quant_method"]](quantization, family, list(chain(*own.values())))
-    layers: list[list[tuple[str, IntScheme]]] = [[] for _ in range(num_layers)]
+    schemes = reader(quantization, family, list(chain(*own.values())))
+    layers: list[list[tuple[str, Any]]] = [[] for _ in range(num_layers)]
     for (i, name), names in own.items():
         found = [(each.removeprefix(f"model.layers.{i}."), schemes[each]) for each in names]
         if len({scheme for _, scheme in found}) == 1:
             found = [(name, found[0][1])]
         layers[i] += [(module, scheme) for module, scheme in found if scheme is not None]
-    in_order = [name for layer in layers for name, scheme in layer if scheme.act_order and ".experts." in name]
-    if family.gpt_oss_experts or in_order:
-        what = "gpt-oss in packed integers" if family.gpt_oss_experts else f"desc_act of experts ({in_order[0]})"
-        raise refusal(what)
-    return None, [{"int_schemes": tuple(layer)} for layer in layers]
+    return layers
 
 
 def matches(regexes: dict[str, str], family: "Family", names: list[str]) -> dict[str, str]:
@@ -215,25 +252,32 @@ def of_auto_round(raw: dict[str, Any], family: "Family", names: list[str]) -> Sc
 
 
 def of_compressed_tensors(raw: dict[str, Any], family: "Family", names: list[str]) -> Schemes:
-    check_fields("", raw, COMPRESSED_TENSORS, is_closed=True)
-    groups = raw.get("config_groups")
-    if not isinstance(groups, dict) or not groups:
-        raise refusal(f"config_groups={groups!r:.100} (no groups)")
-    targets: dict[str, IntScheme] = {}  # a later group overrides a target, as in compressed-tensors
-    for key, group in groups.items():
-        where = f"config_groups.{key}."
+    def scheme(group: dict[str, Any], where: str) -> IntScheme:
         check_fields(where, group, GROUP, is_closed=True)
         weights = group.get("weights")
         check_fields(f"{where}weights.", weights, WEIGHTS, is_closed=True)
+        assert weights is not None
         size = 0
         if weights["strategy"] == "group":
             size = group_size_of(f"{where}weights.group_size", weights.get("group_size"))
         elif weights.get("group_size") not in (None, -1):
             raise refusal(f"{where}weights.group_size={weights['group_size']!r:.100} with strategy 'channel'")
-        scheme = IntScheme(
-            "compressed-tensors", int(weights["num_bits"]), size, weights.get("symmetric") in (None, True)
-        )
-        targets |= dict.fromkeys(flat(group.get("targets"), f"{where}targets"), scheme)
+        return IntScheme("compressed-tensors", int(weights["num_bits"]), size, weights.get("symmetric") in (None, True))
+
+    check_fields("", raw, COMPRESSED_TENSORS, is_closed=True)
+    return by_targets(raw, family, names, scheme)
+
+
+def by_targets(raw: dict[str, Any], family: "Family", names: list[str], scheme: Callable[..., Any]) -> Schemes:
+    """Schemes by ``config_groups`` and ``ignore``. ``scheme`` makes one of a group and the path of its fields."""
+    groups = raw.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise refusal(f"config_groups={groups!r:.100} (no groups)")
+    targets: Schemes = {}  # a later group overrides a target, as in compressed-tensors
+    for key, group in groups.items():
+        where = f"config_groups.{key}."
+        made = scheme(group, where)
+        targets |= dict.fromkeys(flat(group.get("targets"), f"{where}targets"), made)
     by_name = sorted(targets, key=lambda target: (target.startswith("re:"), target))
     regexes = {t: t[3:] if t.startswith("re:") else re.escape(t) + "$" for t in by_name if t != "Linear"}
     found, is_skipped = matches(regexes, family, names), skipped_modules(raw, family, names)
@@ -270,6 +314,7 @@ def chosen_modules(raw: dict[str, Any], family: "Family", modules: list[str]) ->
     return is_chosen
 
 
-READERS: dict[str, Callable[[dict[str, Any], "Family", list[str]], Schemes]] = {
+Reader = Callable[[dict[str, Any], "Family", list[str]], Schemes]
+READERS: dict[str, Reader] = {
     "awq": of_awq, "gptq": of_gptq, "auto-round": of_auto_round, "compressed-tensors": of_compressed_tensors,
 }  # fmt: skip

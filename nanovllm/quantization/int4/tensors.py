@@ -1,16 +1,13 @@
 """Weights of group-quantized integers: 4-bit parameters, and the checkpoint tensors that fill them.
 
-A module has several tensors, maybe in several files, which ``take`` gathers. Each layout becomes codes [N, C], scales
-and zeros [N, G]; a weight is (code - zero) * scale. ``numbers.py`` has the form of parameters. Layers that have 16 bits
-here get the weight dequantized.
+Each layout becomes codes [N, C], scales and zeros [N, G]; a weight is (code - zero) * scale. ``numbers.py`` has the
+form of parameters; ``../packed.py`` gathers the tensors.
 
 Legend: N output features, C input channels, G groups, all of a checkpoint tensor. A word has 32 / bits numbers.
 """
 
 import math
-import re
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,21 +16,12 @@ import torch
 from torch import nn
 
 from nanovllm.errors import CheckpointError
-from nanovllm.quantization.fields import linears
 from nanovllm.quantization.int4 import numbers
 from nanovllm.quantization.int4.rules import IntScheme
-from nanovllm.utils.checkpoint_tensor import CheckpointTensor, Gathered, check_dtype
+from nanovllm.utils.checkpoint_tensor import CheckpointTensor, check_dtype
 
 # AWQ's order of the eight features of a word
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-KINDS = {  # by layout: suffixes of a module's tensors, codes, scales and zeros first
-    "compressed-tensors": ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape"),
-    "awq": ("qweight", "scales", "qzeros"),
-    "gptq": ("qweight", "scales", "qzeros", "g_idx"),
-    "gptq_v2": ("qweight", "scales", "qzeros", "g_idx"),
-}
-ALL_KINDS = frozenset(kind for kinds in KINDS.values() for kind in kinds)
-MERGED = {part: name for name, parts in linears(1, True).items() for part in parts}
 RANDOM_STD = 4.6  # standard deviation of random codes
 
 
@@ -52,7 +40,7 @@ def new_weight(output_size: int, input_size: int, scheme: IntScheme, *experts: i
     data, scale = (nn.Parameter(x, requires_grad=False) for x in (words, torch.empty(groups)))
     zero = None if scheme.symmetric else nn.Parameter(torch.empty(groups, dtype=torch.int8), requires_grad=False)
     order = torch.arange(input_size, dtype=torch.int32) if scheme.act_order else None
-    data.halves = scale, zero, order  # type: ignore[attr-defined]
+    data.halves, data.noun = (scale, zero, order), scheme.noun  # type: ignore[attr-defined]
     return {"": data, "_scale": scale, "_zero": zero, "_order": order}
 
 
@@ -67,14 +55,6 @@ def randomize(name: str, param: Any, std: float, generator: torch.Generator) -> 
     return True
 
 
-def needed(scheme: IntScheme) -> set[str]:
-    """Kinds of a module's tensors that are read together. GPTQ's ``g_idx`` without an order is checked by itself."""
-    kinds = set(KINDS[scheme.layout])
-    if scheme.layout == "compressed-tensors" and scheme.symmetric:
-        kinds.discard("weight_zero_point")
-    return kinds if scheme.act_order else kinds - {"g_idx"}
-
-
 def check_in_order(scheme: IntScheme, g_idx: CheckpointTensor) -> None:
     """Raises CheckpointError unless each group has neighbouring channels."""
     groups = g_idx.read(...).long()
@@ -84,72 +64,6 @@ def check_in_order(scheme: IntScheme, g_idx: CheckpointTensor) -> None:
             f"tensor {g_idx.name!r} orders the channels, which quantization_config denies (desc_act). Take a "
             "checkpoint whose config says so, or the 16-bit one."
         )
-
-
-def scheme_of(layer: tuple[tuple[str, IntScheme], ...], module: str) -> IntScheme | None:
-    """The scheme of a decoder layer's module, by its name there: its own, or that of the layer it is merged into."""
-    if not layer:
-        return None
-    schemes = dict(layer)
-    return schemes[module] if module in schemes else schemes.get(merged_name(module))
-
-
-def merged_name(module: str) -> str:
-    """The linear layer here that has the weights of a checkpoint's module; names in a decoder layer."""
-    return MERGED.get(re.sub(r"^mlp\.experts\.\d+\.", "mlp.experts.0.", module), module)
-
-
-def take(name: str, tensor: CheckpointTensor, layers: Sequence[Any], is_known: bool,
-         gathered: Gathered) -> "tuple[str, CheckpointTensor, IntTensors | None] | None":
-    """A parameter's name here and its tensor, with the integers that it completes; None: nothing to write.
-
-    None stands for a module whose other tensors are to come, and for a tensor that is only checked.
-
-    Args:
-        layers: ``int_schemes`` of each decoder layer.
-        is_known: the model has a parameter of this name.
-    """
-    module, _, kind = name.rpartition(".")
-    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module)
-    is_ours = match and (kind in ALL_KINDS or (kind == "bias" and not is_known)) and int(match[1]) < len(layers)
-    scheme = scheme_of(layers[int(match[1])], match[2]) if match and is_ours else None
-    if scheme is None:
-        return name, tensor, None
-    if kind == "bias":  # zeros, which AutoGPTQ stored where the model has no bias
-        if bool(tensor.read(...).any()):
-            raise CheckpointError(f"tensor {tensor.name!r} is not 0, and the model has no such bias.")
-        return None
-    if kind == "g_idx" and not scheme.act_order:
-        check_in_order(scheme, tensor)
-        return None
-    tensors = gathered.add(module, kind, tensor, needed(scheme))
-    if tensors is None:
-        return None
-    integers = IntTensors(tensor.name.rpartition(".")[0], scheme, tensors)
-    integers.check()
-    return f"{module}.weight", tensor, integers
-
-
-def fitting(param: Any, tensor: CheckpointTensor, integers: "IntTensors | None",
-            is_adapted: bool) -> tuple[CheckpointTensor, "IntTensors | None"]:
-    """Fit a tensor, or the integers that it completes, to a parameter, which may be None: dequantized for 16 bits.
-
-    Raises:
-        CheckpointError: integers for an adapter's sum, or another tensor for a parameter of integers.
-    """
-    if integers is not None and is_adapted:
-        raise CheckpointError(
-            f"module {integers.name!r} is of packed integers, and an adapter is merged into 16-bit weights. Take the "
-            "16-bit checkpoint; LLM(quantization='fp8') quantizes the sum."
-        )
-    if integers is None and hasattr(param, "halves"):
-        raise CheckpointError(
-            f"tensor {tensor.name!r} is not of packed integers, as this layer is here. Give all the tensors of the "
-            "module as its checkpoint has them, or load the 16-bit checkpoint, which takes 16-bit updates."
-        )
-    if integers is not None and param is not None and not hasattr(param, "halves"):
-        return integers.dequantized(), None
-    return tensor, integers
 
 
 @dataclass(frozen=True)
@@ -167,7 +81,7 @@ class IntTensors:
         _ = self.order, self.scales, self.zeros
 
     def _read(self, place: int, dtype: torch.dtype | None = torch.int32) -> torch.Tensor:
-        tensor = self.tensors[KINDS[self.scheme.layout][place]]
+        tensor = self.tensors[self.scheme.kinds[place]]
         if dtype is None:  # scales, which may be negative
             tensor = tensor.at_least(-sys.float_info.max)
         part = tensor.read(...)
