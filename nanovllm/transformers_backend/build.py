@@ -7,6 +7,7 @@ An exchange needs no trust: a class of norms is exchanged if its numbers agree w
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,9 +78,9 @@ class Norm(RMSNorm):
 def norm_offset(module: Any, eps: float) -> float | None:
     """The offset with which the reference of RMSNorm gives the numbers of ``module``; None: no offset does."""
     generator = torch.Generator("cpu").manual_seed(0)
-    x, weight = (torch.randn(shape, generator=generator, device="cpu") for shape in ((5, len(module.weight)),
-                                                                                     (len(module.weight),)))
-    x = x * torch.tensor([1e-3, 0.1, 1.0, 3.0, 50.0])[:, None].to(x)
+    random = partial(torch.randn, generator=generator, device="cpu", dtype=torch.float32)
+    x, weight = random(5, len(module.weight)), random(len(module.weight))
+    x = x * x.new_tensor([1e-3, 0.1, 1.0, 3.0, 50.0])[:, None]
     with torch.device("cpu"):
         theirs = functional_call(module, {"weight": weight}, (x,))
     for offset in (0.0, 1.0):
@@ -146,14 +147,12 @@ def build(config: TransformersConfig, dtype: torch.dtype, device: torch.device) 
         raise refusal(config.architecture, "its attention does not go through transformers' AttentionInterface")
     if getattr(kind, "_is_stateful", False):
         raise refusal(config.architecture, "its layers keep states besides keys and values")
-    # experts by one grouped product: the plain loop waits for the device
-    options = {"experts_implementation": "grouped_mm"} if device.type == "cuda" else {}
     raw = transformers.AutoConfig.from_pretrained(config.model_path, trust_remote_code=False)
     if type(raw) is not kind.config_class:
         raw = kind.config_class.from_pretrained(config.model_path)
     try:
         with parameters_on_meta():
-            model = kind._from_config(raw, dtype=dtype, attn_implementation="eager", **options)
+            model = kind._from_config(raw, dtype=dtype, attn_implementation="eager")
     except (OSError, ValueError, RuntimeError, ImportError, TypeError, AttributeError, LookupError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -200,12 +199,17 @@ def abridge(model: nn.Module) -> None:
 def materialize(model: nn.Module, device: torch.device) -> None:
     """Give every parameter memory on ``device``; a tied one once. Buffers go there, too."""
     made: dict[int, nn.Parameter] = {}
+
+    def moved(param: nn.Parameter) -> nn.Parameter:
+        if id(param) not in made:
+            data = torch.empty_like(param, device=device) if param.is_meta else param.to(device)
+            made[id(param)] = nn.Parameter(data, requires_grad=False)
+            attributes = vars(param).items()  # an FP8 weight has its scale
+            vars(made[id(param)]).update({k: moved(v) if isinstance(v, nn.Parameter) else v for k, v in attributes})
+        return made[id(param)]
+
     for module in model.modules():
         for name, param in list(module.named_parameters(recurse=False)):
-            if id(param) not in made:
-                data = torch.empty_like(param, device=device) if param.is_meta else param.to(device)
-                made[id(param)] = nn.Parameter(data, requires_grad=False)
-                vars(made[id(param)]).update(vars(param))
-            setattr(module, name, made[id(param)])
+            setattr(module, name, moved(param))
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))

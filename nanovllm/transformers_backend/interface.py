@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.transformers_backend.config import refusal
 
 PAGED, RECORDED = "nanovllm", "nanovllm_recorded"  # names in transformers' registry
@@ -101,9 +102,10 @@ class NoCounting(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def within(self, module: nn.Module) -> list[Any]:
-        """Hooks on a module that must not count."""
-        return [module.register_forward_pre_hook(partial(self._move, 1)),
-                module.register_forward_hook(partial(self._move, -1))]  # fmt: skip
+        """Hooks on a module that must not count; this library's layers in it may."""
+        moves = [(module, 1), *((part, -1) for part in module.modules() if isinstance(part, ReplicatedLinear))]
+        before = [part.register_forward_pre_hook(partial(self._move, step)) for part, step in moves]
+        return before + [part.register_forward_hook(partial(self._move, -step)) for part, step in moves]
 
     def _move(self, step: int, *args: Any) -> None:
         self._depth += step

@@ -29,12 +29,14 @@ class Names:
         self._converters = [each for each in transforms if isinstance(each, WeightConverter)]
         renamings = [each for each in transforms if not isinstance(each, WeightConverter)]
         every = dict(model.named_parameters(remove_duplicate=False))
-        self._tied = every.keys() - dict(model.named_parameters()).keys()
+        self._known, self._tied = every.keys(), every.keys() - dict(model.named_parameters()).keys()
         self._rename = lambda name: rename_source_key(name, renamings, self._converters, model.base_model_prefix, every)
         parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
         ignored = [list(getattr(part, "_keys_to_ignore_on_load_unexpected", None) or ()) for part in parts]
         self._unused = re.compile("|".join(f"(?:{each})" for each in [*NEVER_USED, *chain(*ignored)]))
         for name, param in model.named_parameters():
+            if param.dim() == 0:
+                param.weight_loader = fill_number
             if ".experts." in name:
                 has_parts = name.rpartition(".experts.")[2] in EXPERT_PARTS
                 param.is_merged, param.is_one_tensor = not has_parts, param.dim() != 3
@@ -48,7 +50,8 @@ class Names:
             CheckpointError: transformers would convert it by other operations than a merge of experts.
         """
         renamed, pattern = self._rename(name)
-        if renamed in self._tied or self._unused.search(name) or self._unused.search(renamed):
+        is_unused = renamed not in self._known and (self._unused.search(name) or self._unused.search(renamed))
+        if renamed in self._tied or is_unused:
             return ""
         if pattern is None:
             return renamed
@@ -61,6 +64,11 @@ class Names:
             what = f"a conversion that is not supported ({', '.join(operations)})"
             raise CheckpointError(f"tensor {name!r} needs {what}.")
         return f"{prefix}.experts.{expert[1]}.{parts[converter.source_patterns.index(pattern)]}.weight"
+
+
+def fill_number(param: torch.Tensor, loaded: Any, shard_id: Any = None) -> None:
+    """Fill a parameter without dimensions."""
+    param.copy_(loaded.fit([]).read(...))
 
 
 def fill_expert(param: torch.Tensor, loaded: Any, shard_id: Any) -> None:
