@@ -16,6 +16,10 @@ MLA = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_h
        "num_key_value_heads": 4}  # fmt: skip
 FULL, SLIDING = "full_attention", "sliding_attention"
 
+# fields that only classes with such layers read
+ANY = WINDOWS | EXPERTS | {"num_experts": 8, "num_local_experts": 8}
+IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}  # of classes that insist on integers
+
 # transformers' class without "ForCausalLM" -> changes of SMALL; the first ten run at each commit
 PASSES: dict[str, dict] = {
     "Cohere2": {**WINDOWS, "logit_scale": 0.3},  # a factor after the head, parallel MLP, LayerNorm
@@ -31,11 +35,52 @@ PASSES: dict[str, dict] = {
     "Dots1": {**WINDOWS, **EXPERTS, "head_dim": 16},
     "Apertus": {},  # an activation with parameters
     "StableLm": {},
+    "AXK1": ANY | MLA, "DeepseekV2": ANY | MLA, "Glm4MoeLite": ANY | MLA, "Youtu": ANY | MLA,
+    "MiniCPM3": MLA | {"num_key_value_heads": 4},
+    "LongcatFlash": ANY | MLA | {"head_dim": 8},
+    "GPT2LMHeadModel": {}, "CTRLLMHeadModel": {},
+    "Helium": {"head_dim": 16}, "HunYuanMoEV1": ANY | {"head_dim": 16}, "Ministral": WINDOWS | {"head_dim": 16},
+    "Cwm": WINDOWS | IDS, "Emu3": IDS, "ModernBertDecoder": {**IDS, "local_attention": 16},
+    "Gemma3n": {**WINDOWS, "head_dim": 16, "num_hidden_layers": 5,
+                "layer_types": [SLIDING, SLIDING, FULL, SLIDING, FULL], "num_kv_shared_layers": 2,
+                "vocab_size_per_layer_input": V, "hidden_size_per_layer_input": 8, "laurel_rank": 4,
+                "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 5},
+    **dict.fromkeys((
+        "Afmoe", "Arcee", "AriaText", "Beam", "BioGpt", "BitNet", "Cohere", "Cohere2Moe", "DiffLlama", "ExaoneMoe",
+        "FlexOlmo", "Flint", "Fuyu", "GPTBigCode", "Gemma4Unified", "Glm", "GraniteMoe", "GraniteMoeSWA",
+        "GraniteMoeShared", "GraniteSWA", "HyperCLOVAX", "Jais2", "JetMoe", "Kolibri1", "Laguna", "Mellum",
+        "MiniMaxM3VL", "Moshi", "NanoChat", "Nemotron", "Olmo", "Persimmon", "Phi", "Phimoe", "SolarOpen", "Starcoder2",
+    ), ANY),
 }  # fmt: skip
-# the same -> its fields, and why it cannot run
+NOT_ALL = "every layer must be attention, and this model has"
+OUTSIDE = "its attention does not go through transformers' AttentionInterface"
+OTHERS = "its tokens attend others than a window"
+MIXES = "logits of a packed batch differ from transformers' own"
+# the same -> its fields, and why it cannot run; the first five run at each commit
 REFUSED: dict[str, tuple[dict, str]] = {
-    "Lfm2": ({"layer_types": ["conv", FULL] * 2}, "every layer must be attention, and this model has conv"),
-    "Falcon": ({}, "its attention does not go through transformers' AttentionInterface"),
+    "Lfm2": ({"layer_types": ["conv", FULL] * 2}, f"{NOT_ALL} conv"),
+    "Falcon": ({}, OUTSIDE),
     "Llama4": ({"head_dim": 16, "attention_chunk_size": 512, "num_local_experts": 2, "interleave_moe_layer_step": 1,
                 "intermediate_size_mlp": 96, "attn_temperature_tuning": True}, "its attention counts positions itself"),
+    "Doge": ({}, "has a mask of its own"),
+    "MBart": ({}, MIXES),  # positions of their own
+    **{name: ({}, f"{NOT_ALL} {kind}") for name, kind in {
+        "AXK2": "indexed_attention", "BailingHybrid": "linear_attention", "Bamba": "linear_attention",
+        "DeepseekV32": "indexed_attention", "DeepseekV4": "compressed_sparse_attention", "FalconH1": "hybrid",
+        "FalconMamba": "linear_attention", "GlmMoeDsa": "indexed_attention", "GraniteMoeHybrid": "linear_attention",
+        "HYV4": "indexed_attention", "Jamba": "linear_attention", "KimiLinear": "linear_attention", "Lfm3": "conv",
+        "Mamba": "linear_attention", "MiniMax": "linear_attention", "OlmoHybrid": "linear_attention",
+        "RecurrentGemma": "linear_attention",
+    }.items()},
+    **{name: ({}, OUTSIDE) for name in (
+        "BigBird", "Bloom", "CodeGen", "CpmAnt", "GPTJ", "GPTNeoXJapanese", "MegatronBert", "Mpt", "Mvp",
+        "OpenAIGPTLMHeadModel", "RemBert", "RoFormer", "Rwkv", "TrOCR", "XGLM", "XLMWithLMHeadModel",
+    )},
+    **{name: ({}, OTHERS) for name in ("BertLMHeadModel", "Electra", "Ernie", "RoCBert")},
+    **{name: ({}, MIXES) for name in ("Bart", "BlenderbotSmall", "Marian", "Pegasus")},
+    "Llama4ForCausalLM": ({"head_dim": 16, "attention_chunk_size": 64, "num_local_experts": 2,
+                           "interleave_moe_layer_step": 1, "intermediate_size_mlp": 96,
+                           "no_rope_layers": [1, 1, 1, 1]}, OTHERS),
+    "ArceeForCausalLM": ({"is_causal": False}, OTHERS),
+    "HrmText": ({}, "needs a conversion"),
 }  # fmt: skip

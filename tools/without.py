@@ -57,6 +57,9 @@ FEATURES = {
         r"make_images|VisionPart",
         ("test_vision.py", "test_vision_api.py", "test_vision_clients.py", "test_vision_families.py"),
     ),
+    "transformers_backend": Feature(
+        ("transformers_backend",), r"transformers_backend", ("test_transformers_backend.py",),
+    ),
     "prefix_copies": Feature(
         ("engine/prefix_copies.py", "runner/prefix_copies.py"),
         r"CopyingBlockManager|PrefixCopies", ("engine/test_prefix_copies.py",),

@@ -4,6 +4,7 @@ An exchange needs no trust: a class of norms is exchanged if its numbers agree w
 ``proof.py`` compares every exchanged module again once the weights are there.
 """
 
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,33 +16,57 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
+from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.kernels.linear import reference
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ReplicatedLinear
+from nanovllm.layers.weight_loader import copy_bias, copy_shard, row_loader
 from nanovllm.quantization.fp8.rules import Fp8
 from nanovllm.transformers_backend.config import TransformersConfig, refusal
 from nanovllm.utils.checkpoint import LOADING_LOCK
+from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
 NORM_TOLERANCE = 1e-5  # relative difference of an fp32 RMSNorm to the reference
+# Styles of transformers' plans that are replicated here: the head, whose logits are cut; and embeddings and norms.
+REPLICATED = ("colwise_gather_output", "replicated_with_grad_allreduce", "embedding_rowwise", "local_params")
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 
 
 class Linear(ReplicatedLinear):
-    """This library's linear layer in the place of ``nn.Linear``: any leading dimensions, one argument."""
+    """This library's linear layer in the place of ``nn.Linear``: any leading dimensions, one argument.
 
-    def __init__(self, given: Any, precision: Any):
+    Args:
+        style: how ranks share it, as transformers' plans call it: "colwise" shards output features, "rowwise" input
+            features, and the results are summed up; "" replicates it.
+    """
+
+    def __init__(self, given: Any, precision: Any, tp: TPGroup = SINGLE_RANK, style: str = ""):
+        sizes = {"out": given.out_features, "in": given.in_features}
+        if style:
+            sizes["out" if style == "colwise" else "in"] //= tp.size
         with torch.device("meta"):
-            super().__init__(given.in_features, given.out_features, given.bias is not None, precision=precision)
-        self.in_features, self.out_features = given.in_features, given.out_features
-        for name in ("weight", "bias") if precision is None else ("bias",):
+            super().__init__(sizes["in"], sizes["out"], given.bias is not None, tp, precision)
+        self.in_features, self.out_features, self.style = sizes["in"], sizes["out"], style
+        for name in ("weight", "bias") if precision is None and (not style or tp.size == 1) else ():
             if (param := getattr(given, name)) is not None:  # the same parameter: it may be tied
                 param.weight_loader = self.weight_loader
                 self.register_parameter(name, param)
 
+    def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: Any = None) -> None:
+        if self.style == "rowwise" and param.dim() == 1:
+            copy_bias(param, loaded, self.tp.rank)
+        elif self.style and not (self.style == "rowwise" and param is self.weight_scale):  # of whole rows
+            copy_shard(param, loaded, int(self.style == "rowwise"), self.tp.rank, self.tp.size)
+        else:
+            copy_shard(param, loaded)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """x [..., in_features] -> [..., out_features]."""
-        y = super().forward(x.reshape(-1, self.in_features).contiguous())
+        y = self._summed(super().forward(x.reshape(-1, self.in_features).contiguous()))
         return y.view(*x.shape[:-1], self.out_features)
+
+    def _summed(self, y: torch.Tensor) -> torch.Tensor:
+        return self.tp.all_reduce(y) if self.style == "rowwise" else y
 
     def plain(self, x: torch.Tensor) -> torch.Tensor:
         """The same by plain PyTorch, x [T, in_features]; FP8 weights dequantized."""
@@ -49,7 +74,7 @@ class Linear(ReplicatedLinear):
         if self.weight_scale is not None:
             weight = (weight.float() * self.weight_scale).to(x.dtype)
         bias: Any = self.bias
-        return F.linear(x, weight, bias)
+        return self._summed(F.linear(x, weight, bias))
 
 
 class Norm(RMSNorm):
@@ -90,15 +115,19 @@ def norm_offset(module: Any, eps: float) -> float | None:
     return None
 
 
-def exchange(model: Any, config: TransformersConfig) -> None:
+def exchange(model: Any, config: TransformersConfig, tp: TPGroup) -> None:
     """Put this library's linear layers and RMSNorms in the place of transformers', where they compute the same."""
     head, offsets = model.get_output_embeddings(), dict[Any, float | None]()
     precision = Fp8(config.fp8 or 0) if config.quantizes else None
+    plan = dict(getattr(model, "_tp_plan", None) or {})
+    if tp.size > 1:
+        share(model, plan, config, tp)
     for path, module in list(model.named_modules()):
         parent, _, name = path.rpartition(".")
         exchanged: nn.Module | None = None
         if type(module) is nn.Linear:
-            exchanged = Linear(module, None if module is head else precision)
+            style = style_of(plan, path, tp.size) if module is not head else ""
+            exchanged = Linear(module, None if module is head else precision, tp, style)
         elif is_rms_norm(module):
             eps = next((value for each in EPS_NAMES if isinstance(value := getattr(module, each, None), float)), None)
             if eps is not None:
@@ -110,6 +139,37 @@ def exchange(model: Any, config: TransformersConfig) -> None:
         if exchanged is not None:
             exchanged.train(module.training)
             setattr(model.get_submodule(parent), name, exchanged)
+
+
+def style_of(plan: dict[str, str], path: str, size: int) -> str:
+    """How a plan of transformers shares a module or a parameter; "": it is the same on every rank."""
+    style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path), "") if size > 1 else ""
+    return "" if style in REPLICATED else style
+
+
+def share(model: Any, plan: dict[str, str], config: TransformersConfig, tp: TPGroup) -> None:
+    """Give this rank its part of everything but linear layers, of which ``exchange`` takes care.
+
+    Raises:
+        CheckpointError: the plan shares something in a way that is not supported, or there is none.
+    """
+
+    def refuse(why: str) -> None:
+        raise refusal(config.architecture, f"tensor_parallel_size={tp.size} is not supported, since {why}")
+
+    if "colwise" not in plan.values():
+        refuse("transformers has no plan for it")
+    linears = {path: module for path, module in model.named_modules() if type(module) is nn.Linear}
+    for path, module in [*model.named_modules(), *model.named_parameters(remove_duplicate=False)]:
+        style = style_of(plan, path, tp.size)
+        if not style or (path in linears and style in ("colwise", "rowwise")):
+            continue
+        if style != "colwise" or not isinstance(module, nn.Parameter) or module.dim() != 1 or len(module) % tp.size:
+            refuse(f"{path} is {style}")
+        parent, _, name = path.rpartition(".")  # of each head
+        part = nn.Parameter(torch.empty(len(module) // tp.size, dtype=module.dtype, device="meta"), requires_grad=False)
+        part.weight_loader = row_loader(tp.rank, tp.size)  # type: ignore[attr-defined]
+        setattr(model.get_submodule(parent), name, part)
 
 
 def is_rms_norm(module: nn.Module) -> bool:
@@ -135,7 +195,7 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def build(config: TransformersConfig, dtype: torch.dtype, device: torch.device) -> Any:
+def build(config: TransformersConfig, dtype: torch.dtype, device: torch.device, tp: TPGroup) -> Any:
     """Transformers' model of a configuration, with this library's layers and uninitialised weights on ``device``.
 
     Persistent buffers, which checkpoints hold, become parameters.
@@ -159,7 +219,7 @@ def build(config: TransformersConfig, dtype: torch.dtype, device: torch.device) 
         raise refusal(config.architecture, f"transformers cannot make it ({error!r:.300})") from error
     model = model.eval().requires_grad_(False)
     keep_wide(model, dtype)
-    exchange(model, config)
+    exchange(model, config, tp)
     if config.is_abridged:
         abridge(model)
     materialize(model, device)

@@ -45,11 +45,10 @@ class TransformersConfig(ModelConfig):
         return replace(self, quantizes=True, fp8=0)
 
     def check_tensor_parallel(self, size: int) -> None:
-        if size > 1:
-            raise ConfigError(
-                f"tensor_parallel_size={size} is not supported for {self.architecture}, which has no implementation "
-                "here and runs on transformers' modules. Use tensor_parallel_size=1."
-            )
+        for what, count in (("attention heads", self.num_attention_heads), ("KV heads", self.num_key_value_heads),
+                            ("vocabulary entries", self.vocab_size)):  # fmt: skip
+            if count % size:
+                raise ConfigError(f"tensor_parallel_size={size} must divide the model's {count} {what}.")
 
     def unused_tensors(self, has_tower: bool = False) -> str:
         return r"(.*\.)?lm_head\.weight" if self.has_tied_head else r"(?!)"

@@ -84,7 +84,8 @@ class TransformersCausalLM(nn.Module):
         device = torch.empty(0).device
         with LOADING_LOCK:
             register()
-        self.model = build(config, torch.get_default_dtype(), device)
+        self.tp = tp
+        self.model = build(config, torch.get_default_dtype(), device, tp)
         self.checkpoint_name = Names(self.model).here
         self._decoders: list[Any] = []  # a list, so that they are no second submodule
         self._pin_rope()
@@ -216,14 +217,18 @@ class TransformersCausalLM(nn.Module):
         return out.view(len(q), num_heads, size)[..., :width]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [N, C] -> logits [N, V], by transformers' forward pass around a decoder that returns them."""
+        """Hidden states [N, C] -> logits of this rank's part of the vocabulary, [N, V / size].
+
+        By transformers' forward pass around a decoder that returns the states; every rank has the whole head.
+        """
         decoder, output = self._decoders[0], given_output()
         decoder.forward = lambda *args, **kwargs: output(last_hidden_state=hidden[None])
         try:
             ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
-            return self.model(input_ids=ids, use_cache=False).logits[0]
+            logits = self.model(input_ids=ids, use_cache=False).logits[0]
         finally:
             del decoder.forward
+        return logits if self.tp.size == 1 else logits.chunk(self.tp.size, -1)[self.tp.rank].contiguous()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         """Under their names in transformers, as in checkpoints."""

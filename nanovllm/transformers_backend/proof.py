@@ -228,6 +228,7 @@ def in_chunks(model: TransformersCausalLM, prompts: list[torch.Tensor], block_si
         parts = [(i, chunk[2 * i], chunk[2 * i + 1]) for i in (0, 1) if chunk[2 * i] < chunk[2 * i + 1]]
         with model.refusing("a packed batch fails"):
             logits = model.compute_logits(model(*packed(prompts, parts, table, block_size))).float()
+            logits = torch.cat(model.tp.all_gather(logits).unbind(), -1)
         lengths = [stop - start for _, start, stop in parts]
         for (i, _, _), rows in zip(parts, logits.split(lengths), strict=True):
             given[i].append(rows)
