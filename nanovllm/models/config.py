@@ -174,7 +174,7 @@ class ModelConfig:
         """A clause of the line at start."""
         return ""
 
-    def prove(self, model: Any, block_size: int) -> None:
+    def prove(self, model: Any, block_size: int, captures: bool = False, rehearses: bool = False) -> None:
         """Compare a loaded model with its original. Rows need none: tests compare them with transformers."""
 
     def check_padded_heads(self, padded: int) -> None:

@@ -44,7 +44,7 @@ def start_rank(config: Config, tp: TPGroup = SINGLE_RANK, workers: Workers | Non
         if not on_gpu:
             pack_weights(runner.model)
         tp.join() if workers is None else workers.join_group()
-        config.model_config.prove(runner.model, runner.block_size)
+        config.model_config.prove(runner.model, runner.block_size, runner.rank.use_graphs)
         reserved_bytes = warmup_model(runner)
         calibrate(runner.rank, runner.model, runner.parts)
         allocate_kv_cache(runner, reserved_bytes)
@@ -87,6 +87,7 @@ def compile_kernels(runner: ModelRunner) -> None:
     config, state, device = runner.config, runner.request_state, runner.device
     runner.model = model = make_model(runner, config.model_config.one_layer_of_each_kind())
     warmup_model(runner)
+    config.model_config.prove(model, runner.block_size, rehearses=True)
     kv_cache = memory.allocate_kv_cache(model, 1, runner.block_size, runner.rank.kv_dtype, device)
     for part in runner.parts:
         part.allocate(model, kv_cache, 0)

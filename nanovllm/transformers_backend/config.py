@@ -56,10 +56,10 @@ class TransformersConfig(ModelConfig):
     def describe(self) -> str:
         return f" on transformers' {self.architecture}"
 
-    def prove(self, model: Any, block_size: int) -> None:
+    def prove(self, model: Any, block_size: int, captures: bool = False, rehearses: bool = False) -> None:
         from nanovllm.transformers_backend.proof import prove
 
-        prove(model, block_size)
+        prove(model, block_size, captures, rehearses)
 
 
 def read_config(model_path: str, architecture: str) -> TransformersConfig | None:
