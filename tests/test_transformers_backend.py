@@ -14,7 +14,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.transformers_backend import config as backend_config
 from nanovllm.transformers_backend import proof
-from nanovllm.transformers_backend.build import Linear, Norm
+from nanovllm.transformers_backend.build import MLP, Linear, Norm
 
 NUM_DECODED = 8
 OPTIONS = {"skip_tokenizer_init": True, "dtype": "float32", "device": "cpu", "kvcache_block_size": 16,
@@ -137,6 +137,10 @@ def in_weight(layer):
     layer.forward = lambda x, product=layer.forward: product(x) * 1.05
 
 
+def in_act(mlp):
+    mlp.act = "gelu_tanh"
+
+
 def in_eps(norm):
     norm.eps += 0.1
 
@@ -155,6 +159,8 @@ FAULTS = {
     "smaller softcap": ("VaultGemma", in_attention(softcap=lambda x: x * 0.8), CALL),
     "no bias": ("StableLm", in_module(Linear, in_bias, lambda layer: layer.bias is not None), MODULE),
     "scaled product": ("Cohere2", in_module(Linear, in_weight), MODULE),
+    "scaled MLP": ("Cohere2", in_module(MLP, in_weight), MODULE),
+    "other activation": ("Cohere2", in_module(MLP, in_act), MODULE),
     "epsilon": ("VaultGemma", in_module(Norm, in_eps), MODULE),
 }
 FIELDS = {"no bias": {"use_qkv_bias": True}, "wide window of a long model": {"sliding_window": 100}}

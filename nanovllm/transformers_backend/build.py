@@ -1,6 +1,6 @@
-"""Transformers' modules as this library runs them: parameters on meta, linear layers and RMSNorms exchanged.
+"""Transformers' modules as this library runs them: parameters on meta, MLPs, linear layers and norms exchanged.
 
-An exchange needs no trust: a class of norms is exchanged if its numbers agree with this library's reference, and
+An exchange needs no trust: a class of norms or MLPs is exchanged if its numbers agree with this library's reference.
 ``proof.py`` compares every exchanged module again once the weights are there.
 """
 
@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,14 +19,14 @@ from torch.func import functional_call
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.kernels.linear import reference
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import ReplicatedLinear
+from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from nanovllm.layers.weight_loader import copy_bias, copy_shard, row_loader
 from nanovllm.quantization.fp8.rules import Fp8
 from nanovllm.transformers_backend.config import TransformersConfig, refusal
 from nanovllm.utils.checkpoint import LOADING_LOCK
 from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
-NORM_TOLERANCE = 1e-5  # relative difference of an fp32 RMSNorm to the reference
+TOLERANCE = 1e-5  # relative difference of an fp32 norm or MLP to the reference
 # Styles of transformers' plans that are replicated here: the head, whose logits are cut; and embeddings and norms.
 REPLICATED = ("colwise_gather_output", "replicated_with_grad_allreduce", "embedding_rowwise", "local_params")
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
@@ -70,11 +70,8 @@ class Linear(ReplicatedLinear):
 
     def plain(self, x: torch.Tensor) -> torch.Tensor:
         """The same by plain PyTorch, x [T, in_features]; FP8 weights dequantized."""
-        weight: Any = self.weight
-        if self.weight_scale is not None:
-            weight = (weight.float() * self.weight_scale).to(x.dtype)
         bias: Any = self.bias
-        return self._summed(F.linear(x, weight, bias))
+        return self._summed(F.linear(x, as_plain(self, x.dtype), bias))
 
 
 class Norm(RMSNorm):
@@ -100,6 +97,81 @@ class Norm(RMSNorm):
         return functional_call(self._given[0], {"weight": weight}, (x,))
 
 
+class MLP(nn.Module):
+    """This library's gated MLP in the place of one of transformers, ``given``: one product of gate and up.
+
+    Args:
+        act: of the gate, "silu" or "gelu_tanh".
+        tp: ranks that share it; a single one replicates it.
+    """
+
+    packed_modules_mapping: ClassVar = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
+
+    def __init__(self, given: Any, act: str, precision: Any, tp: TPGroup):
+        super().__init__()
+        self._given, self.act, self.tp = (given,), act, tp
+        gate, down = given.gate_proj, given.down_proj
+        self.size = gate.in_features
+        with torch.device("meta"):
+            sizes = [gate.out_features] * 2
+            self.gate_up_proj = MergedColumnParallelLinear(self.size, sizes, gate.bias is not None, tp, precision)
+            self.down_proj = RowParallelLinear(sizes[0], down.out_features, down.bias is not None, tp, precision)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., size] -> the same shape."""
+        flat = x.reshape(-1, self.size).contiguous()
+        gated = self.gate_up_proj(flat, act=self.act, reader=self.down_proj)
+        return self.tp.all_reduce(self.down_proj(gated)).view(*x.shape[:-1], -1)
+
+    def plain(self, x: torch.Tensor) -> torch.Tensor:
+        """The same by transformers' module; FP8 weights dequantized."""
+        gate_up, down = self.gate_up_proj, self.down_proj
+        weights: dict[str, Any]
+        merged, weights = as_plain(gate_up, x.dtype), {"down_proj.weight": as_plain(down, x.dtype)}
+        if down.bias is not None:
+            weights["down_proj.bias"] = down.bias
+        for i, name in enumerate(("gate_proj", "up_proj")):
+            weights[f"{name}.weight"] = merged.chunk(2)[i]
+            if (bias := gate_up.bias) is not None:
+                weights[f"{name}.bias"] = bias.chunk(2)[i]  # type: ignore[operator]
+        return self.tp.all_reduce(functional_call(self._given[0], weights, (x,)))
+
+
+def as_plain(layer: ReplicatedLinear, dtype: torch.dtype) -> torch.Tensor:
+    """A layer's weight in 16 or 32 bits."""
+    return layer.weight if layer.weight_scale is None else (layer.weight.float() * layer.weight_scale).to(dtype)
+
+
+def gated_act(module: Any) -> str:
+    """The activation with which the reference of a gated MLP gives the numbers of ``module``; "": none does."""
+    linears = {name: child for name, child in module.named_children() if type(child) is nn.Linear}
+    params = {name for name, _ in module.named_parameters()}
+    if linears.keys() != {"gate_proj", "up_proj", "down_proj"} or list(module.buffers()):
+        return ""
+    if params - {f"{name}.{kind}" for name in linears for kind in ("weight", "bias")}:
+        return ""
+    gate, up = linears["gate_proj"], linears["up_proj"]
+    if gate.weight.shape != up.weight.shape or (gate.bias is None) != (up.bias is None):
+        return ""
+    random = partial(torch.randn, generator=torch.Generator("cpu").manual_seed(0), device="cpu", dtype=torch.float32)
+    shapes = {"gate_proj": (6, 5), "up_proj": (6, 5), "down_proj": (5, 6)}  # linear layers take weights of any shape
+    weights = {f"{name}.weight": random(*shape) for name, shape in shapes.items()}
+    weights |= {f"{name}.bias": random(shapes[name][0]) for name, each in linears.items() if each.bias is not None}
+    x = 3 * random(7, 5)
+    merged = [F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias")) for name in ("gate_proj", "up_proj")]
+    try:
+        theirs = functional_call(module, weights, (x,))
+    except (RuntimeError, TypeError, ValueError):  # it takes other arguments
+        return ""
+    for act in ("silu", "gelu_tanh"):
+        gated = reference.act_and_mul(torch.cat(merged, -1), act)
+        ours = F.linear(gated, weights["down_proj.weight"], weights.get("down_proj.bias"))
+        is_tensor = isinstance(theirs, torch.Tensor) and theirs.shape == ours.shape
+        if is_tensor and (theirs - ours).abs().max() <= TOLERANCE * ours.abs().max():
+            return act
+    return ""
+
+
 def norm_offset(module: Any, eps: float) -> float | None:
     """The offset with which the reference of RMSNorm gives the numbers of ``module``; None: no offset does."""
     generator = torch.Generator("cpu").manual_seed(0)
@@ -110,31 +182,44 @@ def norm_offset(module: Any, eps: float) -> float | None:
         theirs = functional_call(module, {"weight": weight}, (x,))
     for offset in (0.0, 1.0):
         ours = reference.rms_norm(x, weight + offset, eps)
-        if theirs.shape == ours.shape and (theirs - ours).abs().max() <= NORM_TOLERANCE * ours.abs().max():
+        if theirs.shape == ours.shape and (theirs - ours).abs().max() <= TOLERANCE * ours.abs().max():
             return offset
     return None
 
 
 def exchange(model: Any, config: TransformersConfig, tp: TPGroup) -> None:
-    """Put this library's linear layers and RMSNorms in the place of transformers', where they compute the same."""
+    """Put this library's gated MLPs, linear layers and RMSNorms in the place of transformers' that compute the same."""
     head, offsets = model.get_output_embeddings(), dict[Any, float | None]()
     precision = Fp8(config.fp8 or 0) if config.quantizes else None
     plan = dict(getattr(model, "_tp_plan", None) or {})
     if tp.size > 1:
         share(model, plan, config, tp)
+    styles, acts = ("colwise", "colwise", "rowwise"), dict[Any, str]()
+    done: set[str] = set()  # paths of MLPs
     for path, module in list(model.named_modules()):
         parent, _, name = path.rpartition(".")
+        if parent in done:
+            continue
         exchanged: nn.Module | None = None
-        if type(module) is nn.Linear:
+        if isinstance(getattr(module, "gate_proj", None), nn.Linear):
+            kind = type(module), repr(getattr(module, "act_fn", None))
+            if kind not in acts:
+                acts[kind] = gated_act(module)
+            parts = [style_of(plan, f"{path}.{part}", tp.size) for part in ("gate_proj", "up_proj", "down_proj")]
+            group = tp if tuple(parts) == styles else None if any(parts) else SINGLE_RANK
+            if acts[kind] and group is not None:
+                exchanged = MLP(module, acts[kind], precision, group)
+                done.add(path)
+        elif type(module) is nn.Linear:
             style = style_of(plan, path, tp.size) if module is not head else ""
             exchanged = Linear(module, None if module is head else precision, tp, style)
         elif is_rms_norm(module):
             eps = next((value for each in EPS_NAMES if isinstance(value := getattr(module, each, None), float)), None)
             if eps is not None:
-                kind = type(module), len(module.weight), eps
-                if kind not in offsets:
-                    offsets[kind] = norm_offset(module, eps)
-                if (offset := offsets[kind]) is not None:
+                norm = type(module), len(module.weight), eps
+                if norm not in offsets:
+                    offsets[norm] = norm_offset(module, eps)
+                if (offset := offsets[norm]) is not None:
                     exchanged = Norm(module, eps, offset)
         if exchanged is not None:
             exchanged.train(module.training)

@@ -29,7 +29,10 @@ class Names:
         self._converters = [each for each in transforms if isinstance(each, WeightConverter)]
         renamings = [each for each in transforms if not isinstance(each, WeightConverter)]
         every = dict(model.named_parameters(remove_duplicate=False))
-        self._known, self._tied = every.keys(), every.keys() - dict(model.named_parameters()).keys()
+        self._tied = every.keys() - dict(model.named_parameters()).keys()
+        for name in list(every):  # of a merged product
+            every |= {name.replace(".gate_up_proj.", f".{part}."): every[name] for part in ("gate_proj", "up_proj")}
+        self._known = every.keys()
         self._rename = lambda name: rename_source_key(name, renamings, self._converters, model.base_model_prefix, every)
         parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
         ignored = [list(getattr(part, "_keys_to_ignore_on_load_unexpected", None) or ()) for part in parts]
