@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -141,6 +142,12 @@ def in_act(mlp):
     mlp.act = "gelu_tanh"
 
 
+def in_rotation(model):
+    (rotation,) = model.model.rotations
+    rotate = rotation.ops.rotate_heads
+    rotation.ops = SimpleNamespace(rotate_heads=lambda x, cos, sin: rotate(x, cos, -sin))
+
+
 def in_eps(norm):
     norm.eps += 0.1
 
@@ -161,6 +168,7 @@ FAULTS = {
     "scaled product": ("Cohere2", in_module(Linear, in_weight), MODULE),
     "scaled MLP": ("Cohere2", in_module(MLP, in_weight), MODULE),
     "other activation": ("Cohere2", in_module(MLP, in_act), MODULE),
+    "rotated the other way": ("Arcee", in_rotation, "the rotary embedding differs"),
     "epsilon": ("VaultGemma", in_module(Norm, in_eps), MODULE),
 }
 FIELDS = {"no bias": {"use_qkv_bias": True}, "wide window of a long model": {"sliding_window": 100}}

@@ -23,6 +23,7 @@ from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear,
 from nanovllm.layers.weight_loader import copy_bias, copy_shard, row_loader
 from nanovllm.quantization.fp8.rules import Fp8
 from nanovllm.transformers_backend.config import TransformersConfig, refusal
+from nanovllm.transformers_backend.rotation import exchange_rotations
 from nanovllm.utils.checkpoint import LOADING_LOCK
 from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
@@ -305,6 +306,7 @@ def build(config: TransformersConfig, dtype: torch.dtype, device: torch.device, 
     model = model.eval().requires_grad_(False)
     keep_wide(model, dtype)
     exchange(model, config, tp)
+    model.rotations = exchange_rotations(model)
     if config.is_abridged:
         abridge(model)
     materialize(model, device)

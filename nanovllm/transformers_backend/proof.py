@@ -24,6 +24,7 @@ from nanovllm.transformers_backend.build import MLP, Linear, Norm
 from nanovllm.transformers_backend.config import refusal
 from nanovllm.transformers_backend.interface import RECORDED, Call, Mask, Recorder
 from nanovllm.transformers_backend.model import TransformersCausalLM
+from nanovllm.transformers_backend.rotation import random_inputs
 
 NUM_TOKENS = 1, 19  # of the inputs of exchanged modules: products of one token run other kernels
 CHUNKS = ((0, 9, 0, 15), (9, 21, 15, 16), (21, 22, 16, 17), (22, 23, 0, 0))  # of both prompts, in each step
@@ -53,6 +54,7 @@ def prove(model: TransformersCausalLM, block_size: int, captures: bool = False, 
     caches = [(layer.k_cache, layer.v_cache) for layer in model.attentions]
     try:
         prove_modules(model, findings)
+        prove_rotations(model, findings)
         proof = CallProof(model, block_size, findings)
         model.logits(model.prompts(model.unrotated.device)[0], RECORDED, proof.recorder)
         findings.check()
@@ -110,6 +112,18 @@ def prove_modules(model: TransformersCausalLM, findings: Findings) -> None:
             x = torch.randn(num_tokens, size, generator=generator, device=device).to(dtype)
             difference = row_differences(module(x), module.plain(x)).max()
             findings.add(difference, limit, f"{name} differs from transformers' own module")
+
+
+def prove_rotations(model: TransformersCausalLM, findings: Findings) -> None:
+    """Compare each exchanged rotary embedding with transformers' function in fp32."""
+    limit = MODULES[not is_wide(dtype_of(model))]
+    for rotation in model.model.rotations:
+        for head_dim in sorted({call.key_dim for call in model.calls}):
+            tensors = random_inputs(head_dim, dtype_of(model), model.unrotated.device)
+            expected = rotation.theirs(*(x.float() for x in tensors))
+            for given, wanted in zip(rotation(*tensors), expected, strict=True):
+                difference = row_differences(given, wanted).max()
+                findings.add(difference, limit, "the rotary embedding differs from transformers' own")
 
 
 class CallProof:
