@@ -13,6 +13,7 @@ from transformers_architectures import PASSES, REFUSED, SMALL, V
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.runner.device import describe
 from nanovllm.transformers_backend import config as backend_config
 from nanovllm.transformers_backend import proof
 from nanovllm.transformers_backend.build import MLP, Linear, Norm
@@ -306,3 +307,11 @@ def test_two_ranks_refuse_what_the_plan_shares_otherwise(tmp_path):
     save("Dots1", tmp_path)
     with pytest.raises(CheckpointError, match=r"tensor_parallel_size=2 is not supported, since .*experts.* is "):
         start(tmp_path, tensor_parallel_size=2)
+
+
+def test_the_line_at_start_tells_the_modules_and_their_cost(tmp_path):
+    """Expanded latent attention takes 4 layers of 4 heads of twice 24 numbers a token."""
+    save("DeepseekV3", tmp_path)
+    with start(tmp_path) as llm:
+        line = describe(llm.config, llm.model_runner)
+    assert "with modules of transformers (1.5 KiB of KV cache a token in 16 bits) on the CPU" in line

@@ -170,8 +170,8 @@ class ModelConfig:
             kinds.setdefault(replace(layer, rope=None), layer)
         return replace(self, layers=(*kinds.values(), last))
 
-    def describe(self) -> str:
-        """A clause of the line at start."""
+    def describe(self, runner: Any) -> str:
+        """A clause of the line at start, about the model of a rank's runner."""
         return ""
 
     def prove(self, model: Any, block_size: int, captures: bool = False, rehearses: bool = False) -> None:

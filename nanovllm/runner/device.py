@@ -94,7 +94,8 @@ def describe(config: Config, runner: "ModelRunner") -> str:
     if config.model_config.has_int_weights():
         weights = describe_integers(runner.model, device)
     model = "the demo model" if config.model is None else config.model
-    adapter = ("" if config.lora is None else f" with adapter {config.lora}") + config.model_config.describe()
+    model += config.model_config.describe(runner)
+    adapter = "" if config.lora is None else f" with adapter {config.lora}"
     fp8 = "" if config.kv_cache_dtype == "auto" else "FP8 "
     return (
         f"nanovllm: {model}{adapter} on {where}, {str(dtype).removeprefix('torch.')}{weights}; {fp8}KV cache of "

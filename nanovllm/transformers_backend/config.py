@@ -29,7 +29,7 @@ class TransformersConfig(ModelConfig):
     architecture: str = ""  # class of transformers
     model_path: str = ""
     max_model_len: int = 0
-    has_tied_head: bool = False  # in place of ``tie_word_embeddings``, which describes this library's layers
+    has_tower: bool = False  # it takes images or sound, which are not supported
     quantizes: bool = False  # linear layers become FP8 as they load
     is_abridged: bool = False  # one decoder layer of each kind, to compile kernels
 
@@ -51,10 +51,12 @@ class TransformersConfig(ModelConfig):
                 raise ConfigError(f"tensor_parallel_size={size} must divide the model's {count} {what}.")
 
     def unused_tensors(self, has_tower: bool = False) -> str:
-        return r"(.*\.)?lm_head\.weight" if self.has_tied_head else r"(?!)"
+        return "(?!)"  # ``Names`` knows them
 
-    def describe(self) -> str:
-        return f" on transformers' {self.architecture}"
+    def describe(self, runner: Any) -> str:
+        num_values = sum(2 * layer.num_kv_heads * layer.head_dim for layer in runner.model.attentions)
+        text = "text alone, " if self.has_tower else ""
+        return f" with modules of transformers ({text}{num_values / 512:,.1f} KiB of KV cache a token in 16 bits)"
 
     def prove(self, model: Any, block_size: int, captures: bool = False, rehearses: bool = False) -> None:
         from nanovllm.transformers_backend.proof import prove
@@ -121,5 +123,5 @@ def read_config(model_path: str, architecture: str) -> TransformersConfig | None
         has_lm_head=True, num_labels=0, activation="", label_tokens=(), gated_delta=None, num_nextn_predict_layers=0,
         quant_method=None, fp8=None, dtype=str(get("dtype", default="float32")).removeprefix("torch."),
         eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos), architecture=architecture, model_path=model_path,
-        has_tied_head=bool(getattr(config, "tie_word_embeddings", False)),
+        has_tower=text is not config,
     )  # fmt: skip

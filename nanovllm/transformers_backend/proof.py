@@ -197,8 +197,7 @@ class CallProof:
         stored = len(k) - len(q)
         run = partial(self._model.attend, layer, sinks=sinks)
         if stored:
-            no_queries = q[:1].expand(stored, *q.shape[1:])  # their results are not read
-            run(no_queries, k[:stored], v[:stored], context=self._context(0, stored))
+            run(q[:0], k[:stored], v[:stored], context=self._context(0, stored))
         return run(q, k[stored:], v[stored:], context=self._context(stored, len(k)))
 
     def _context(self, start: int, stop: int) -> Context:
