@@ -13,6 +13,7 @@ from transformers_architectures import PASSES, REFUSED, SMALL, V
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.quantization.fp8.numbers import quantize
 from nanovllm.runner.device import describe
 from nanovllm.transformers_backend import config as backend_config
 from nanovllm.transformers_backend import proof
@@ -269,14 +270,56 @@ def test_fp8_quantizes_its_linear_layers(tmp_path):
     assert 0 < (given - expected).abs().max() < 0.5
 
 
+def change_config(path, **fields):
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(raw | fields))
+
+
+@pytest.mark.parametrize("block", [0, 128])
+def test_fp8_checkpoints(block, tmp_path):
+    """Its linear layers stay FP8, but the first MLP; the same weights in 16 bits give the same numbers."""
+    given, wide = Path(tmp_path, "given"), Path(tmp_path, "wide")
+    save("Cohere2", given, intermediate_size=192)
+    save("Cohere2", wide, intermediate_size=192)
+    tensors, stored = load_file(given / "model.safetensors"), {}
+    for name, tensor in tensors.items():
+        stored[name] = tensor
+        if "_proj." in name and "layers.0.mlp" not in name:
+            data, scale = quantize(tensor, block)
+            spread = scale.repeat_interleave(block or 1, 0)[: len(tensor)]
+            spread = spread.repeat_interleave(block or tensor.shape[1], 1)[:, : tensor.shape[1]]
+            stored |= {name: data, f"{name}_scale_inv": scale}
+            tensors[name] = data.float() * spread
+    save_file(stored, given / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, wide / "model.safetensors", metadata={"format": "pt"})
+    change_config(given, quantization_config={
+        "quant_method": "fp8", "modules_to_not_convert": ["lm_head", "model.layers.0.mlp"],
+        **({"weight_block_size": [block] * 2} if block else {}),
+    })  # fmt: skip
+    ids, logprobs = [[1, 2, 3, 4, 5, 6, 7, 8]], []
+    for path in (given, wide):
+        with start(path) as llm:
+            logprobs.append(torch.tensor(llm.score(ids)[0].logprobs))
+            dtypes = {str(param.dtype) for _, param in llm.model_runner.model.named_parameters()}
+            assert ("torch.float8_e4m3fn" in dtypes) == (path == given)
+    assert torch.allclose(*logprobs, atol=2e-4)
+    if block == 0:
+        assert tokens(given, tensor_parallel_size=2) == tokens(given)
+
+
+def test_fp8_experts_are_refused(tmp_path):
+    save("Dots1", tmp_path)
+    change_config(tmp_path, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(CheckpointError, match="its experts are FP8"):
+        start(tmp_path)
+
+
 def test_options_that_are_refused(tmp_path):
     save("Arcee", tmp_path)
     with pytest.raises(ConfigError, match="tensor_parallel_size=4 must divide the model's 2 KV heads"):
         start(tmp_path, tensor_parallel_size=4)
-    raw = json.loads((tmp_path / "config.json").read_text())
-    raw["quantization_config"] = {"quant_method": "fp8"}
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(CheckpointError, match="its weights are quantized"):
+    change_config(tmp_path, quantization_config={"quant_method": "awq"})
+    with pytest.raises(CheckpointError, match="its weights are quantized, and not in FP8"):
         start(tmp_path)
 
 

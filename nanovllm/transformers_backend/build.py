@@ -21,6 +21,8 @@ from nanovllm.kernels.linear import reference
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from nanovllm.layers.weight_loader import copy_bias, copy_shard, row_loader
+from nanovllm.quantization.fields import skipped_modules
+from nanovllm.quantization.fp8.numbers import dequantized
 from nanovllm.quantization.fp8.rules import Fp8
 from nanovllm.transformers_backend.config import TransformersConfig, refusal
 from nanovllm.transformers_backend.rotation import exchange_rotations
@@ -56,7 +58,7 @@ class Linear(ReplicatedLinear):
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: Any = None) -> None:
         if self.style == "rowwise" and param.dim() == 1:
             copy_bias(param, loaded, self.tp.rank)
-        elif self.style and not (self.style == "rowwise" and param is self.weight_scale):  # of whole rows
+        elif self.style:
             copy_shard(param, loaded, int(self.style == "rowwise"), self.tp.rank, self.tp.size)
         else:
             copy_shard(param, loaded)
@@ -103,20 +105,21 @@ class MLP(nn.Module):
 
     Args:
         act: of the gate, "silu" or "gelu_tanh".
+        precisions: schemes of gate, up (the same) and down.
         tp: ranks that share it; a single one replicates it.
     """
 
     packed_modules_mapping: ClassVar = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
 
-    def __init__(self, given: Any, act: str, precision: Any, tp: TPGroup):
+    def __init__(self, given: Any, act: str, precisions: list[Any], tp: TPGroup):
         super().__init__()
         self._given, self.act, self.tp = (given,), act, tp
         gate, down = given.gate_proj, given.down_proj
         self.size = gate.in_features
         with torch.device("meta"):
             sizes = [gate.out_features] * 2
-            self.gate_up_proj = MergedColumnParallelLinear(self.size, sizes, gate.bias is not None, tp, precision)
-            self.down_proj = RowParallelLinear(sizes[0], down.out_features, down.bias is not None, tp, precision)
+            self.gate_up_proj = MergedColumnParallelLinear(self.size, sizes, gate.bias is not None, tp, precisions[0])
+            self.down_proj = RowParallelLinear(sizes[0], down.out_features, down.bias is not None, tp, precisions[2])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., size] -> the same shape."""
@@ -140,7 +143,7 @@ class MLP(nn.Module):
 
 def as_plain(layer: ReplicatedLinear, dtype: torch.dtype) -> torch.Tensor:
     """A layer's weight in 16 or 32 bits."""
-    return layer.weight if layer.weight_scale is None else (layer.weight.float() * layer.weight_scale).to(dtype)
+    return layer.weight if layer.weight_scale is None else dequantized(layer.weight, layer.weight_scale, dtype)
 
 
 def gated_act(module: Any) -> str:
@@ -191,7 +194,15 @@ def norm_offset(module: Any, eps: float) -> float | None:
 def exchange(model: Any, config: TransformersConfig, tp: TPGroup) -> None:
     """Put this library's gated MLPs, linear layers and RMSNorms in the place of transformers' that compute the same."""
     head, offsets = model.get_output_embeddings(), dict[Any, float | None]()
-    precision = Fp8(config.fp8 or 0) if config.quantizes else None
+    linears = [path for path, module in model.named_modules() if type(module) is nn.Linear and module is not head]
+    is_skipped = skipped_modules(dict(config.skipped), config.family, linears)
+    is_fp8 = {path for path in linears if config.fp8 is not None and not is_skipped(path)}
+
+    def precision(path: str) -> Fp8 | None:
+        return Fp8(config.fp8 or 0) if path in is_fp8 else None
+
+    if config.quant_method and any(".experts." in name and x.dim() == 3 for name, x in model.named_parameters()):
+        raise refusal(config.architecture, "its experts are FP8. Take the 16-bit checkpoint")
     plan = dict(getattr(model, "_tp_plan", None) or {})
     if tp.size > 1:
         share(model, plan, config, tp)
@@ -208,12 +219,13 @@ def exchange(model: Any, config: TransformersConfig, tp: TPGroup) -> None:
                 acts[kind] = gated_act(module)
             parts = [style_of(plan, f"{path}.{part}", tp.size) for part in ("gate_proj", "up_proj", "down_proj")]
             group = tp if tuple(parts) == styles else None if any(parts) else SINGLE_RANK
-            if acts[kind] and group is not None:
-                exchanged = MLP(module, acts[kind], precision, group)
+            precisions = [precision(f"{path}.{part}") for part in ("gate_proj", "up_proj", "down_proj")]
+            if acts[kind] and group is not None and precisions[0] == precisions[1]:
+                exchanged = MLP(module, acts[kind], precisions, group)
                 done.add(path)
         elif type(module) is nn.Linear:
             style = style_of(plan, path, tp.size) if module is not head else ""
-            exchanged = Linear(module, None if module is head else precision, tp, style)
+            exchanged = Linear(module, precision(path), tp, style)
         elif is_rms_norm(module):
             eps = next((value for each in EPS_NAMES if isinstance(value := getattr(module, each, None), float)), None)
             if eps is not None:
@@ -234,7 +246,7 @@ def style_of(plan: dict[str, str], path: str, size: int) -> str:
 
 
 def share(model: Any, plan: dict[str, str], config: TransformersConfig, tp: TPGroup) -> None:
-    """Give this rank its part of everything but linear layers, of which ``exchange`` takes care.
+    """Shard parameters of single heads over ranks; ``exchange`` shards the linear layers.
 
     Raises:
         CheckpointError: the plan shares something in a way that is not supported, or there is none.
@@ -252,7 +264,7 @@ def share(model: Any, plan: dict[str, str], config: TransformersConfig, tp: TPGr
             continue
         if style != "colwise" or not isinstance(module, nn.Parameter) or module.dim() != 1 or len(module) % tp.size:
             refuse(f"{path} is {style}")
-        parent, _, name = path.rpartition(".")  # of each head
+        parent, _, name = path.rpartition(".")  # a number for each head, such as a sink
         part = nn.Parameter(torch.empty(len(module) // tp.size, dtype=module.dtype, device="meta"), requires_grad=False)
         part.weight_loader = row_loader(tp.rank, tp.size)  # type: ignore[attr-defined]
         setattr(model.get_submodule(parent), name, part)
@@ -296,6 +308,7 @@ def build(config: TransformersConfig, dtype: torch.dtype, device: torch.device, 
     raw = transformers.AutoConfig.from_pretrained(config.model_path, trust_remote_code=False)
     if type(raw) is not kind.config_class:
         raw = kind.config_class.from_pretrained(config.model_path)
+    vars(raw).pop("quantization_config", None)  # this library's layers read it
     try:
         with parameters_on_meta():
             model = kind._from_config(raw, dtype=dtype, attn_implementation="eager")

@@ -115,7 +115,7 @@ class TransformersCausalLM(nn.Module):
             kind = getattr(module, "rope_type", None)
             for layer_type in kind if isinstance(kind, dict) else [kind] if kind else []:
                 of_layers = {"layer_type": layer_type} if isinstance(kind, dict) else {}
-                with suppress(TypeError), self.refusing("its RoPE cannot be called", TypeError):  # of a vision tower
+                with suppress(TypeError), self.refusing("its RoPE cannot be called", TypeError):  # a vision tower's
                     far = module(torch.zeros(1, 1, 1), torch.tensor([[1, last]]), **of_layers)
                     if kind == "longrope":
                         module.rope_type = "default"  # with the frequencies that it has now
@@ -177,7 +177,7 @@ class TransformersCausalLM(nn.Module):
 
     @contextmanager
     def refusing(self, what: str, *passed: type[Exception]) -> Iterator[None]:
-        """Errors of transformers' modules refuse the model; those ``passed`` are raised as they are."""
+        """Errors of transformers' modules refuse the model; the classes in ``passed`` are raised unchanged."""
         raised: tuple[type[Exception], ...] = (torch.OutOfMemoryError, CheckpointError, *passed)
         try:
             yield

@@ -12,8 +12,10 @@ import torch
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.weight_loader import copy_shard
 from nanovllm.quantization.fields import EXPERT_PARTS
+from nanovllm.quantization.fp8.rules import KV_SCALES, RENAMED_TENSORS, UNUSED_TENSORS
 
-NEVER_USED = [r"rotary_emb\.inv_freq$", r"\.masked_bias$"]  # buffers that old versions saved
+# Buffers that old versions saved, and scales of FP8 checkpoints that this library measures itself or does without.
+NEVER_USED = [r"rotary_emb\.inv_freq$", r"\.masked_bias$", f"{UNUSED_TENSORS}$", f"{KV_SCALES}$"]
 MERGES = ["MergeModulelist", "Concatenate"]  # operations that make one tensor of the gate's and the up projections
 
 
@@ -30,7 +32,7 @@ class Names:
         renamings = [each for each in transforms if not isinstance(each, WeightConverter)]
         every = dict(model.named_parameters(remove_duplicate=False))
         self._tied = every.keys() - dict(model.named_parameters()).keys()
-        for name in list(every):  # of a merged product
+        for name in list(every):  # parts of a merged product
             every |= {name.replace(".gate_up_proj.", f".{part}."): every[name] for part in ("gate_proj", "up_proj")}
         self._known = every.keys()
         self._rename = lambda name: rename_source_key(name, renamings, self._converters, model.base_model_prefix, every)
@@ -52,6 +54,8 @@ class Names:
         Raises:
             CheckpointError: transformers would convert it by other operations than a merge of experts.
         """
+        for old, new in RENAMED_TENSORS:  # scales of FP8 weights
+            name = name.replace(old, new)
         renamed, pattern = self._rename(name)
         is_unused = renamed not in self._known and (self._unused.search(name) or self._unused.search(renamed))
         if renamed in self._tied or is_unused:

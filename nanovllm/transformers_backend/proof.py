@@ -26,8 +26,8 @@ from nanovllm.transformers_backend.interface import RECORDED, Call, Mask, Record
 from nanovllm.transformers_backend.model import TransformersCausalLM
 from nanovllm.transformers_backend.rotation import random_inputs
 
-NUM_TOKENS = 1, 19  # of the inputs of exchanged modules: products of one token run other kernels
-CHUNKS = ((0, 9, 0, 15), (9, 21, 15, 16), (21, 22, 16, 17), (22, 23, 0, 0))  # of both prompts, in each step
+NUM_TOKENS = 1, 19  # inputs of exchanged modules; a product of one token runs other kernels
+CHUNKS = ((0, 9, 0, 15), (9, 21, 15, 16), (21, 22, 16, 17), (22, 23, 0, 0))  # start and stop in each prompt
 SHARPNESS = 3.0  # standard deviation of random scores: a scale 10 % off moves the weights by a fifth
 REACH = 9  # keys past a window's edge
 MAX_UNWINDOWED = 2048  # tokens of the longest context where no window limits it
@@ -164,7 +164,7 @@ class CallProof:
         self._num_calls += 1
 
     def _made(self, call: Call, mask: Mask, serve: Any) -> Any:
-        """Inputs [1, heads, T, D] that show faults, and transformers' results: what they are, tensors, expected."""
+        """Yield inputs that show faults: their name, q, k, v [1, heads, T, D], and transformers' result."""
         T = mask.additive.shape[-1]
         sharp = max(SHARPNESS, call.softcap)
         size = (sharp / (call.scale * call.key_dim**0.5)) ** 0.5

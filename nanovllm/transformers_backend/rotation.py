@@ -15,7 +15,7 @@ from nanovllm import kernels
 from nanovllm.kernels.linear import reference
 
 NAME = "apply_rotary_pos_emb"
-PARAMETERS = ["q", "k", "cos", "sin"]  # of the function, the first ones
+PARAMETERS = ["q", "k", "cos", "sin"]  # first parameters of the function
 TOLERANCE = 1e-6  # relative difference in fp32 of a function that is exchanged
 
 
@@ -31,6 +31,7 @@ class Rotation:
         if args or kwargs or not cos.shape == sin.shape == shape or k.shape[2:] != q.shape[2:]:
             return self.theirs(q, k, cos, sin, *args, **kwargs)
         cos, sin = cos[0].contiguous(), sin[0].contiguous()
+        q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
         rotated = [self.ops.rotate_heads(x[0].transpose(0, 1), cos, sin).transpose(0, 1)[None] for x in (q, k)]
         return rotated[0], rotated[1]
 
@@ -58,7 +59,7 @@ def rotates_halves(function: Any) -> bool:
 
 
 def exchange_rotations(model: nn.Module) -> list[Rotation]:
-    """Let attention modules call a ``Rotation`` where that computes the same; returns those in use."""
+    """Let attention modules call a ``Rotation`` that computes the same; returns the rotations in use."""
     rotations: dict[Any, Rotation | None] = {}
     for module in model.modules():
         forward = type(module).forward
