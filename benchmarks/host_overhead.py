@@ -10,7 +10,8 @@ the launches themselves are stand-ins that return random token ids at once. Two 
              their request slots. Reported: its decode steps, their extra cost per changed sequence (new block or
              finished), and its prefills per new sequence.
 
-Times are CPU time of the loop's thread, so other work on the machine does not count.
+Times are CPU time of the loop's thread, so other work on the machine does not count; the steady step's wall time is
+printed too.
 Ends with one line of JSON. ``--target`` makes it fail where a decode step of either case is above 150 us + 1 us per
 changed sequence.
 """
@@ -23,7 +24,7 @@ import tempfile
 from pathlib import Path
 from random import Random
 from statistics import median
-from time import thread_time
+from time import perf_counter, thread_time
 from typing import Any
 
 import numpy as np
@@ -121,10 +122,11 @@ def steady(batch: int, num_steps: int) -> dict[str, float]:
         for _ in range(20):
             llm.advance()
         changes = Changes(llm)
-        start = thread_time()
+        start, wall_start = thread_time(), perf_counter()
         for _ in range(num_steps):
             llm.advance()
         step_us = (thread_time() - start) * 1e6 / num_steps
+        wall_us = (perf_counter() - wall_start) * 1e6 / num_steps
         changed = changes.changed / num_steps
         with Timeline(llm).recording() as timeline:  # the parts, in further steps
             for _ in range(num_steps):
@@ -133,6 +135,7 @@ def steady(batch: int, num_steps: int) -> dict[str, float]:
     return {
         "batch": batch,
         "step_us": round(step_us, 1),
+        "wall_us": round(wall_us, 1),
         "token_us": round(step_us / batch, 3),
         "changed_per_step": round(changed, 2),
         "target_us": target_us(changed),
@@ -183,13 +186,14 @@ def main(argv: list[str] | None = None) -> None:
 
     gc.freeze()
     results, met = [], True
-    print(f"{'batch':>6}{'us/step':>10}{'us/token':>10}{'target':>8}" + "".join(f"{part:>13}" for part in PARTS)
+    print(f"{'batch':>6}{'us/step':>10}{'wall us':>9}{'us/token':>10}{'target':>8}"
+          + "".join(f"{part:>13}" for part in PARTS)
           + f"{'churn us/step':>15}{'target':>8}{'us/change':>11}{'us/entry':>10}")  # fmt: skip
     for batch in args.batch:
         even = min((steady(batch, args.steps) for _ in range(2)), key=lambda figures: figures["step_us"])
         moving = churn(batch, even["step_us"])
         met &= even["step_us"] <= even["target_us"] and moving["step_us"] <= moving["target_us"]
-        print(f"{batch:>6}{even['step_us']:>10.1f}{even['token_us']:>10.3f}{even['target_us']:>8.1f}"
+        print(f"{batch:>6}{even['step_us']:>10.1f}{even['wall_us']:>9.1f}{even['token_us']:>10.3f}{even['target_us']:>8.1f}"
               + "".join(f"{even[f'{part}_us']:>13.1f}" for part in PARTS)
               + f"{moving['step_us']:>15.1f}{moving['target_us']:>8.1f}{moving['changed_us']:>11.2f}"
               + f"{moving['entered_us']:>10.1f}")  # fmt: skip

@@ -4,7 +4,7 @@
     python benchmarks/plot.py run.json run.svg
 
 Rates of different workloads have no common scale: the bars of each are drawn relative to its fastest engine.
-docs/benchmark.json has the figures of the README's large table in this form; they come from several runs.
+docs/benchmark.json has the figures of the guide's table of one H200 in this form; they come from several runs.
 """
 
 import argparse

@@ -143,6 +143,17 @@ VISION: dict[str, dict[str, Any]] = {  # shapes with a vision tower, and their i
         "processor": {"patch_size": 16, "size": {"shortest_edge": 65_536, "longest_edge": 16_777_216},
                       "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
     },
+    "lightonocr-1b": {
+        "architectures": ["LightOnOcrForConditionalGeneration"], "model_type": "lighton_ocr",
+        "image_token_id": _IMAGES["image_token_id"], "spatial_merge_size": 2, "tie_word_embeddings": True,
+        "text_config": _shape("Qwen3ForCausalLM", 1024, 3072, 28, 16, 8, 128, 151_936, 16_384) | _QWEN | {
+            "model_type": "qwen3", "tie_word_embeddings": True},
+        "vision_config": {"model_type": "pixtral", "num_channels": 3, "hidden_size": 1024, "intermediate_size": 4096,
+            "num_hidden_layers": 24, "num_attention_heads": 16, "head_dim": 64, "patch_size": 14, "image_size": 1540,
+            "hidden_act": "silu", "rope_theta": 10_000.0},
+        "processor": {"image_processor_type": "PixtralImageProcessor", "patch_size": 14,
+                      "size": {"longest_edge": 1540}},
+    },
 }  # fmt: skip
 SIZES = (*QWEN3, *OTHERS, *VISION)
 

@@ -197,6 +197,20 @@ def test_pages_name_what_exists(page):
             assert set(each.split("(")[0].split(".")) <= names_in_code() | OTHERS_NAMES, each
 
 
+def test_features_count_their_lines():
+    """A number of lines in a paragraph "Code" of features.md is that of the files before it, within a tenth."""
+    text = (ROOT / "docs" / "features.md").read_text(encoding="utf-8")
+    num_checked = 0
+    for code in re.findall(r"- \*\*Code:\*\*(.*?)(?=\n- \*\*|\n\n)", text, re.DOTALL):
+        before, number, _ = re.split(r"([\d,]+)\s+lines", code + " 0 lines", maxsplit=1)
+        paths = {PACKAGE / each for each in re.findall(r"`([\w/]+/(?:\w+\.py)?)`", before)}
+        count = sum(lines_of(file) for path in paths for file in ([path] if path.suffix else path.rglob("*.py")))
+        if paths and number != "0":
+            assert abs(count - int(number.replace(",", ""))) <= count / 10, (code, count)
+            num_checked += 1
+    assert num_checked > 20
+
+
 @pytest.mark.parametrize("module", [
     "nanovllm", "nanovllm.engine.llm_engine", "nanovllm.runner.worker", "nanovllm.readouts.prompt_logprobs",
     "nanovllm.readouts.pooled_state",

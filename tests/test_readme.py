@@ -64,11 +64,18 @@ def test_the_picture_has_the_tables_figures():
     folder = ROOT / "docs"
     report = json.loads((folder / "benchmark.json").read_text())
     assert draw(report) == (folder / "benchmark.svg").read_text(encoding="utf-8")
-    rows = {row[1]: row[2] for row in re.finditer(r"(?m)^\| \*\*(\w+)\*\*: [^|]*\|(.*)\|$", README)}
+    rows = {row[1]: row[2] for row in re.finditer(r"(?m)^\| \*\*(\w+)\*\*: [^|]*\|(.*)\|$", GUIDE)}
     for place, engine in enumerate(report["engines"]):
         for workload in engine["workloads"]:
             cell = rows[workload["workload"]].split("|")[place]
             assert re.match(rf" {workload['tokens_per_s']:,}[–, ]", cell)
+
+
+def test_the_first_table_is_an_excerpt():
+    """The first screen's figures are those of the large table, in its order."""
+    rows = [row.split("|")[2:-1] for row in re.findall(r"(?m)^\|.*\| [\d.]+ \|$", README)]
+    excerpt, large = rows[:4], rows[4:]
+    assert len(large) >= 10 and [row for row in large if row in excerpt] == excerpt
 
 
 def test_the_readme_is_short():

@@ -19,6 +19,7 @@ from nanovllm import LLM, CheckpointError, EngineError, SamplingParams
 from nanovllm.distributed.group import SINGLE_RANK
 from nanovllm.models.config_reader import read_model_config
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.families import TOWER
 from nanovllm.models.loader import load_model
 from nanovllm.models.vision import VisionConfig
 from nanovllm.models.vision_tower import VisionTower
@@ -140,6 +141,13 @@ DEEP = LATER | {"deepstack_visual_indexes": ([5], [1, 1], [-1], "x")}
 OF_OTHERS = dict.fromkeys((
     "num_hidden_layers", "hidden_size", "intermediate_size", "num_channels", "patch_size", "image_size"
 ), SIZES) | {"hidden_act": ("nope", 0, None, [])}  # fmt: skip
+OF_PIXTRAL = OF_OTHERS | {
+    "num_attention_heads": (*SIZES, 3, 7, 16), "head_dim": (*SIZES, 1, 3, 16), "spatial_merge_size": SIZES,
+    "rope_parameters": ({"rope_theta": 0}, [], "x"),
+}  # fmt: skip
+OF_GLM = {name: values for name, values in LATER.items() if name != "num_position_embeddings"} | {
+    "image_size": SIZES, "rms_norm_eps": SIZES,
+}  # fmt: skip
 # family -> field of vision_config, or of config.json itself, and values that it cannot have
 HOSTILE = {
     "qwen2_vl": OF_QWEN | {"embed_dim": SIZES, "mlp_ratio": SIZES, "hidden_act": ("nope", 0), "num_heads": (0, 3, 16)},
@@ -150,9 +158,12 @@ HOSTILE = {
     "gemma3": OF_OTHERS | {
         "num_attention_heads": (*SIZES, 3, 7), "layer_norm_eps": SIZES, "mm_tokens_per_image": (*SIZES, 9, 15),
     },
-    "mistral3": OF_OTHERS | {
-        "num_attention_heads": (*SIZES, 3, 7, 16), "head_dim": (*SIZES, 1, 3, 16), "projector_hidden_act": ("nope", 0),
-        "spatial_merge_size": SIZES, "vision_feature_layer": (0, [], *MALFORMED, 4, -5, [0, 9]),
+    "mistral3": OF_PIXTRAL | {
+        "projector_hidden_act": ("nope", 0), "vision_feature_layer": (0, [], *MALFORMED, 4, -5, [0, 9]),
+    },
+    "lighton_ocr": OF_PIXTRAL, "glm_ocr": OF_GLM, "glm4v": OF_GLM,
+    "paddleocr_vl": OF_OTHERS | {
+        "num_attention_heads": (*SIZES, 3, 7, 16), "layer_norm_eps": SIZES, "spatial_merge_size": SIZES,
         "rope_parameters": ({"rope_theta": 0}, [], "x"),
     },
 }  # fmt: skip
@@ -265,7 +276,7 @@ def answers(llm):
 
 def tower_of(model):
     """The parameters of transformers' model that belong to its tower and projector, by their names in memory."""
-    return {name: param for name, param in model.named_parameters() if re.search("visual|vision_tower|multi_mod", name)}
+    return {name: param for name, param in model.named_parameters() if re.fullmatch(TOWER, name)}
 
 
 def test_update_weights_takes_the_tower(trained):
@@ -586,6 +597,51 @@ def test_names_of_tensors(family, request, tmp_path):
         save_file(tensors, tmp_path / "model.safetensors")
         with engine(tmp_path) as llm:
             assert tokens_of(llm.generate([given(*PROMPTS[0])], GREEDY, use_tqdm=False)) == [expected]
+
+
+def as_lighton_publishes(config, tensors):
+    config |= {"model_type": "mistral3", "architectures": ["LightOnOCRForConditionalGeneration"],
+               "multimodal_projector_bias": False, "projector_hidden_act": "gelu", "vision_feature_layer": -1}
+    config["text_config"]["tie_word_embeddings"] = config.pop("tie_word_embeddings")
+
+
+def as_glm_publishes(config, tensors):
+    """A layer more, of which nothing here draws drafts."""
+    last = config["text_config"]["num_hidden_layers"]
+    config["text_config"]["num_nextn_predict_layers"] = 1
+    for name in [name for name in tensors if f"language_model.layers.{last - 1}." in name]:
+        tensors[name.replace(f".{last - 1}.", f".{last}.")] = tensors[name].clone()
+    for name in ("eh_proj", "enorm", "hnorm", "shared_head.norm"):
+        tensors[f"model.language_model.layers.{last}.{name}.weight"] = torch.zeros(4)
+
+
+def as_paddle_publishes(config, tensors):
+    """Fields of the decoder at the top, two parts of the tower that nothing uses, other names."""
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    config |= {name: value for name, value in text.items() if name not in ("model_type", "architectures")}
+    config |= {"rope_theta": rope["rope_theta"],
+               "rope_scaling": {"mrope_section": rope["mrope_section"], "rope_type": "default", "type": "default"}}
+    for name in list(tensors):
+        new = name.replace("model.projector.", "mlp_AR.").replace("model.visual.", "visual.")
+        tensors[new.replace("language_model.", "")] = tensors.pop(name)
+    for name in ("head.probe", "head.attention.in_proj_weight", "embeddings.packing_position_embedding.weight"):
+        tensors[f"visual.vision_model.{name}"] = torch.zeros(3, 8)
+
+
+@pytest.mark.parametrize("family, change", [
+    ("lighton_ocr", as_lighton_publishes), ("glm_ocr", as_glm_publishes), ("paddleocr_vl", as_paddle_publishes),
+], ids=["lighton_ocr", "glm_ocr", "paddleocr_vl"])  # fmt: skip
+def test_published_files(family, change, shared, tmp_path):
+    """They differ from what transformers writes."""
+    path, _, expected = shared(family)
+    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+    config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    change(config, tensors)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    with engine(tmp_path) as llm:
+        assert answers(llm) == expected
 
 
 def test_images_that_attend_both_ways_differ_from_causal_ones(gemma3, monkeypatch):

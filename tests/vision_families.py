@@ -98,20 +98,68 @@ def mistral3():
     from transformers import Mistral3Config, Mistral3ForConditionalGeneration
 
     text = {**TEXT, "model_type": "mistral", "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
-    tower = {**SIGLIP, "image_size": 72, "head_dim": 8}
+    tower = {**SIGLIP, "image_size": 72, "hidden_act": "silu"}
+    tower["head_dim"] = tower["hidden_size"] // tower["num_attention_heads"]
     return Mistral3ForConditionalGeneration(Mistral3Config(
         text_config=text, vision_config=tower, image_token_index=IMAGE, tie_word_embeddings=False,
     ))  # fmt: skip
 
 
+def lighton_ocr():
+    from transformers import LightOnOcrConfig, LightOnOcrForConditionalGeneration
+
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    text = {**TEXT, "model_type": "qwen3", "tie_word_embeddings": True, "rope_parameters": rope}
+    tower = {**SIGLIP, "model_type": "pixtral", "image_size": 72, "hidden_act": "silu"}
+    tower["head_dim"] = tower["hidden_size"] // tower["num_attention_heads"]
+    return LightOnOcrForConditionalGeneration(LightOnOcrConfig(
+        text_config=text, vision_config=tower, image_token_id=IMAGE, tie_word_embeddings=True,
+    ))  # fmt: skip
+
+
+GLM_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2], "partial_rotary_factor": 0.5}
+GLM_TOWER = {name: value for name, value in TOWER.items() if name != "num_position_embeddings"} | {
+    "hidden_act": "silu", "image_size": 28, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+GLM_IDS = {"image_token_id": IMAGE, "video_token_id": 191, "image_start_token_id": START, "image_end_token_id": END}
+
+
+def glm_ocr():
+    from transformers import GlmOcrConfig, GlmOcrForConditionalGeneration
+
+    text = {**TEXT, "rope_parameters": GLM_ROPE}
+    return GlmOcrForConditionalGeneration(GlmOcrConfig(text_config=text, vision_config=GLM_TOWER, **GLM_IDS))
+
+
+def glm4v():
+    from transformers import Glm4vConfig, Glm4vForConditionalGeneration
+
+    text = {name: value for name, value in TEXT.items() if name != "head_dim"} | {"hidden_size": 128}
+    tower = {**GLM_TOWER, "out_hidden_size": 128}
+    config = Glm4vConfig(text_config={**text, "rope_parameters": GLM_ROPE}, vision_config=tower, **GLM_IDS)
+    return Glm4vForConditionalGeneration(config)
+
+
+def paddleocr_vl():
+    from transformers import PaddleOCRVLConfig, PaddleOCRVLForConditionalGeneration
+
+    text = {**TEXT, "tie_word_embeddings": True, "use_bias": False, "rope_parameters": ROPE}
+    tower = {**SIGLIP, "image_size": 28, "spatial_merge_size": 2}
+    config = PaddleOCRVLConfig(text_config=text, vision_config=tower, tie_word_embeddings=True, **IDS)
+    return PaddleOCRVLForConditionalGeneration(config)
+
+
 FAMILIES = {each.__name__: each for each in (
-    qwen3_vl, qwen3_vl_moe, qwen2_5_vl, qwen3_5, qwen3_5_moe, qwen2_vl, gemma3, mistral3,
+    qwen3_vl, qwen3_vl_moe, qwen2_5_vl, qwen3_5, qwen3_5_moe, qwen2_vl, gemma3, mistral3, lighton_ocr, glm_ocr, glm4v,
+    paddleocr_vl,
 )}  # fmt: skip
 
 
 def make_checkpoint(family: str, path, seed: int = 0):
     """Save a random model of the family, and an image processor; returns the model."""
     from transformers.models.gemma3 import Gemma3ImageProcessorPil
+    from transformers.models.glm46v import Glm46VImageProcessorPil
+    from transformers.models.paddleocr_vl import PaddleOCRVLImageProcessorPil
     from transformers.models.pixtral import PixtralImageProcessorPil
     from transformers.models.qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -125,11 +173,16 @@ def make_checkpoint(family: str, path, seed: int = 0):
             param.data.normal_(0, 0.15)
     model.lm_head.weight.data[IMAGE] = 0  # seldom sampled: transformers would take it for an image
     model.save_pretrained(path)
-    processor = {
-        "gemma3": lambda: Gemma3ImageProcessorPil(size={"height": 32, "width": 32}),
-        "mistral3": lambda: PixtralImageProcessorPil(patch_size=4, size={"longest_edge": 72}),
-    }.get(family, lambda: Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 2048}))
-    processor().save_pretrained(path)
+    size = {"shortest_edge": 64, "longest_edge": 4096 if "glm" in family else 2048}  # GLM counts two frames
+    processor, options = {
+        "gemma3": (Gemma3ImageProcessorPil, {"size": {"height": 32, "width": 32}}),
+        "mistral3": (PixtralImageProcessorPil, {"patch_size": 4, "size": {"longest_edge": 72}}),
+        "lighton_ocr": (PixtralImageProcessorPil, {"patch_size": 4, "size": {"longest_edge": 72}}),
+        "glm_ocr": (Glm46VImageProcessorPil, {"patch_size": 4, "size": size}),
+        "glm4v": (Glm46VImageProcessorPil, {"patch_size": 4, "size": size}),
+        "paddleocr_vl": (PaddleOCRVLImageProcessorPil, {"patch_size": 4, "size": size}),
+    }.get(family, (Qwen2VLImageProcessorPil, {"patch_size": 4, "size": size}))
+    processor(**options).save_pretrained(path)
     save_tokenizer(family, path)
     return model
 
@@ -200,17 +253,20 @@ class Twin:
     def inputs(self, ids, images):
         if not images:
             return {"input_ids": torch.tensor([ids])}
-        patch = {"patch_size": 8} if self.model.config.model_type == "mistral3" else {}  # of the tower, times the merge
+        by_sizes = self.model.config.model_type in ("mistral3", "lighton_ocr")
+        patch = {"patch_size": 8} if by_sizes else {}  # of the tower, times the merge
         pixels = dict(self.processor(images=images, return_tensors="pt", **patch))
         parts = [[IMAGE] * 16] * len(pixels.pop("num_crops", []))
         parts += [[IMAGE] * int(grid.prod() // 4) for grid in pixels.get("image_grid_thw", [])]
         for height, width in pixels.get("image_sizes", torch.empty(0, 2)).tolist():
-            parts.append(([IMAGE] * (width // 8) + [ROW_END]) * (height // 8))
-            parts[-1][-1] = LAST_END
+            marks = [ROW_END] if self.model.config.model_type == "mistral3" else []
+            parts.append(([IMAGE] * (width // 8) + marks) * (height // 8))
+            parts[-1][-1] = LAST_END if marks else IMAGE
         parts = iter(parts)
         expanded = [token for given in ids for token in (next(parts) if given == IMAGE else [given])]
         types = torch.tensor([[int(token == IMAGE) for token in expanded]])
-        name = {"gemma3": "token_type_ids", "mistral3": None}.get(self.model.config.model_type, "mm_token_type_ids")
+        name = None if by_sizes else "mm_token_type_ids"
+        name = "token_type_ids" if self.model.config.model_type == "gemma3" else name
         return {"input_ids": torch.tensor([expanded]), **({name: types} if name else {}), **pixels}
 
     def logits(self, ids, images):

@@ -53,9 +53,10 @@ FEATURES = {
     ),
     "vision": Feature(
         ("engine/images", "messages/images.py", "models/vision.py", "models/vision_rules.py", "models/vision_tower.py",
-         "runner/images.py", "runner/image_attention.py"),
+         "models/towers", "runner/images.py", "runner/image_attention.py"),
         r"make_images|VisionPart",
-        ("test_vision.py", "test_vision_api.py", "test_vision_clients.py", "test_vision_families.py"),
+        ("test_vision.py", "test_vision_api.py", "test_vision_clients.py", "test_vision_families.py",
+         "test_vision_towers.py"),
     ),
     "transformers_backend": Feature(
         ("transformers_backend",), r"transformers_backend", ("test_transformers_backend.py",),

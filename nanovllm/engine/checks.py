@@ -40,24 +40,25 @@ class Checks:
         self._has_warned = False
         self._copies: dict[Any, SamplingParams] = {}  # checked copies by the values of their parameters
 
-    def copy_of(self, params: Any) -> SamplingParams:
+    def checked_params(self, params: Any) -> SamplingParams:
         """A checked copy of a user's parameters, which nobody else changes; equal parameters share one."""
-        key = params.key() if isinstance(params, SamplingParams) else None
-        if key not in self._copies:
-            checked = self._checked_copy(params)
-            if not isinstance(key, tuple):  # an object's identity, which another object may have later
-                return checked
-            if len(self._copies) == MAX_COPIES:
-                self._copies.clear()
-            self._copies[key] = checked
-        return self._copies[key]
-
-    def _checked_copy(self, params: Any) -> SamplingParams:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params must be a SamplingParams, not {type(params).__name__}.")
-        params, allowed = params.snapshot(), self.config.max_logprobs
+        key = params.key()
+        if key in self._copies:
+            return self._copies[key]
+        params = params.snapshot()
+        self._check_params(params)
+        if isinstance(key, tuple):  # else an object's identity, which another object may have later
+            if len(self._copies) == MAX_COPIES:
+                self._copies.clear()
+            self._copies[key] = params
+        return params
+
+    def _check_params(self, params: SamplingParams) -> None:
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
             self.check_ids(f"{name}:", np.array(list(getattr(params, name) or ()), np.int64))
+        allowed = self.config.max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             k = getattr(params, name)
             if k is not None and allowed != -1 and not 0 <= k <= allowed:
@@ -66,7 +67,6 @@ class Checks:
             self._check_min_tokens(params)
         if params.needs_token_processor:
             self.token_processors.check(params)
-        return params
 
     def _check_min_tokens(self, params: SamplingParams) -> None:
         stop_ids = self.token_processors.min_tokens_stop_ids(params)
@@ -86,7 +86,7 @@ class Checks:
         if len(unknown):
             raise RequestError(f"{what} {unknown[0]} is outside the vocabulary [0, {vocab_size}).")
 
-    def checked(self, ids: np.ndarray, params: SamplingParams,
+    def resolve(self, ids: np.ndarray, params: SamplingParams,
                 is_computed: bool = False) -> tuple[np.ndarray, SamplingParams]:
         """Prompt and parameters, truncated and resolved.
 

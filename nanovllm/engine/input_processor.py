@@ -68,7 +68,7 @@ class InputProcessor:
         return [(text, next(encoded) if ids is None and text is not None else ids) for text, ids in split]
 
     def make(self, prompt: Prompt, params: SamplingParams, index: int = 0, waits: bool = False) -> Request:
-        """A request with the engine's own copy of its parameters, see ``Checks.copy_of``.
+        """A request with the engine's own copy of its parameters, see ``Checks.checked_params``.
 
         ``waits``: for inputs besides tokens; an unreadable one raises an error.
 
@@ -76,7 +76,7 @@ class InputProcessor:
             RequestError: it can never be served.
         """
         ((text, given),) = self.encode([prompt], 0, params, waits)
-        token_ids, params = self._checked(given, params)
+        token_ids, params = self._resolve(given, params)
         self.checks.check_ids("token id", token_ids)
         return self.request(text, token_ids, params, index, given=given)
 
@@ -93,8 +93,8 @@ class InputProcessor:
         for i, ((_, ids), given) in enumerate(zip(encoded, every, strict=True)):
             try:
                 if id(given) not in copies:
-                    copies[id(given)] = given if is_checked else self.checks.copy_of(given)
-                checked.append(self._checked(ids, copies[id(given)]))
+                    copies[id(given)] = given if is_checked else self.checks.checked_params(given)
+                checked.append(self._resolve(ids, copies[id(given)]))
             except RequestError as error:
                 raise RequestError(f"prompt {i}: {error}") from None
         try:
@@ -107,15 +107,15 @@ class InputProcessor:
             for i, ((text, given), (ids, resolved)) in enumerate(zip(encoded, checked, strict=True))
         ]
 
-    def _checked(self, given: Any, params: SamplingParams) -> tuple[np.ndarray, SamplingParams]:
-        """Token ids and parameters as ``Checks.checked`` returns them; unresolved, while the prompt's inputs load."""
+    def _resolve(self, given: Any, params: SamplingParams) -> tuple[np.ndarray, SamplingParams]:
+        """Token ids and parameters as ``Checks.resolve`` returns them; unresolved, while the prompt's inputs load."""
         ids = as_token_ids(given)
         if not isinstance(given, Loading):
-            return self.checks.checked(ids, params)
+            return self.checks.resolve(ids, params)
         counted = params.snapshot()  # each input counts as one token, at least
-        if params.max_tokens:  # cut here, because ``checked`` warns of it with the number of tokens
+        if params.max_tokens:  # cut here, because ``resolve`` warns of it with the number of tokens
             counted.max_tokens = max(1, min(params.max_tokens, self.config.max_model_len - len(ids)))
-        if len(self.checks.checked(ids, counted)[0]) < len(ids):
+        if len(self.checks.resolve(ids, counted)[0]) < len(ids):
             raise RequestError(CANNOT_CUT)
         return ids, params
 
@@ -148,7 +148,7 @@ class InputProcessor:
         loading, request.loading = request.loading, None
         try:
             given = loading.attachment()  # type: ignore[union-attr]
-            request.prompt_ids, request.params = self._checked(given, request.params)
+            request.prompt_ids, request.params = self._resolve(given, request.params)
             self._take_inputs(request, given)
             self.make_completions(request)  # here, because an error in ``queue`` ends every request
         except BaseException as error:

@@ -138,7 +138,7 @@ class LLMEngine:
     def _make(self, prompt: Prompt, params: SamplingParams | None, waits: bool = False) -> Request:
         self.require_ready()
         params = self.get_default_sampling_params() if params is None else params
-        return self._inputs.make(prompt, self._inputs.checks.copy_of(params), waits=waits)
+        return self._inputs.make(prompt, self._inputs.checks.checked_params(params), waits=waits)
 
     def abort(self, request_id: int | str) -> None:
         """Drop an unfinished request; unknown and finished ids are ignored."""

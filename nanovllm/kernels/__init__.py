@@ -32,6 +32,10 @@ OPS = {
     "add_shared_expert": "moe.shared_expert",
     "paged_decode_attention": "attention.decode",
     "paged_prefill_attention": "attention.prefill",
+    "packed_segments": "attention.packed",
+    "packed_attention": "attention.packed",
+    "rotate_qk": "attention.packed",
+    "gelu_linear": "linear.dispatch",
     "sigmoid_gate": "linear.silu_and_mul",
     "soft_cap": "linear.silu_and_mul",
 }

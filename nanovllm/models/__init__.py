@@ -43,6 +43,11 @@ QWEN2_VL = Family(
     qkv_bias=True, o_bias=False, windows="late", reads=QWEN["reads"],
     defaults=QWEN["defaults"] | EPS | {"max_window_layers": 80, "rope_theta": 1e6, "num_key_value_heads": 8}, **VISION,
 )
+GLM4_NORMS = (("post_self_attn_layernorm", "mixer_post_norm"), ("post_mlp_layernorm", "mlp_post_norm"))
+GLM4V = Family(
+    qkv_bias=True, o_bias=False, post_norm=True, interleaved=True, reads=("partial_rotary_factor",),
+    defaults=EPS | {"rope_theta": 1e4}, renamed=VISION["renamed"] + GLM4_NORMS, tower=TOWER,
+)
 MIXTRAL = ((".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w3.", ".up_proj."), (".w2.", ".down_proj."))
 CORRECTION = ".mlp.gate.e_score_correction_bias"
 MINISTRAL3_ROPE = {
@@ -87,6 +92,10 @@ MODELS = {
     "Qwen2VLForConditionalGeneration": QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": QWEN2_VL,
     "Qwen3VLForConditionalGeneration": Family(qk_norm="head", defaults={"rope_theta": 5e5, "head_dim": 128}, **VISION),
+    **dict.fromkeys(
+        ("LightOnOcrForConditionalGeneration", "LightOnOCRForConditionalGeneration"),  # transformers', and in files
+        Family(qk_norm="head", **QWEN | {"defaults": QWEN["defaults"] | {"tie_word_embeddings": True}}, **VISION),
+    ),
     "HunYuanDenseV1ForCausalLM": Family(
         qk_norm="head", norms_rotated=True, reads=("alpha", "use_qk_norm"),
         defaults=EPS | {"max_position_embeddings": 2048},
@@ -111,7 +120,15 @@ MODELS = {
         o_bias=False, post_norm=True, interleaved=True, reads=("partial_rotary_factor",),
         defaults={"partial_rotary_factor": 0.5, "head_dim": 128, "attention_bias": True, "rms_norm_eps": 1.5625e-7,
                   "eos_token_id": [151329, 151336, 151338]},
-        renamed=(("post_self_attn_layernorm", "mixer_post_norm"), ("post_mlp_layernorm", "mlp_post_norm")),
+        renamed=GLM4_NORMS,
+    ),
+    "Glm4vForConditionalGeneration": GLM4V,
+    "GlmOcrForConditionalGeneration": GLM4V._replace(qkv_bias=False),
+    "PaddleOCRVLForConditionalGeneration": Family(
+        qkv_bias=False, o_bias=False,
+        defaults=EPS | {"head_dim": 128, "rope_theta": 5e5, "tie_word_embeddings": True, "eos_token_id": 2},
+        renamed=(*VISION["renamed"], ("mlp_AR.", "model.projector.")), tower=TOWER,
+        skipped=r".*(packing_position_embedding|vision_model\.head)\..*",  # transformers does without them, too
     ),
     "GemmaForCausalLM": Family(norm_offset=1.0, embed_scaled=True, defaults=GEMMA),
     "Gemma2ForCausalLM": Family(

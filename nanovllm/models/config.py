@@ -157,7 +157,8 @@ class ModelConfig:
         """A regular expression of the tensors that checkpoints may hold and the model does without."""
         unused = [r".*rotary_emb\.inv_freq", self.family.skipped or r"(?!)"]
         unused += [self.family.tower] * (not has_tower and self.family.tower != "")
-        unused += [rf"model\.layers\.{self.num_hidden_layers + i}\..*" for i in range(self.num_nextn_predict_layers)]
+        drafts = range(self.num_hidden_layers, self.num_hidden_layers + self.num_nextn_predict_layers)
+        unused += [rf"model\.(language_model\.)?layers\.{i}\..*" for i in drafts]
         unused += [UNUSED_TENSORS] * (self.fp8 is not None)
         has_no_lm_head = self.tie_word_embeddings or not self.has_lm_head  # a stored one is the embedding's copy
         return "|".join(unused + [r"(.*\.)?lm_head\.weight"] * has_no_lm_head)

@@ -4,7 +4,10 @@ from typing import Any, NamedTuple
 
 from nanovllm.validation import by_field
 
-TOWER = r"(?:model\.)?(?:visual|vision_tower|multi_modal_projector)\..+"  # tensors of vision towers and projectors
+# tensors of vision towers and projectors
+TOWER = (
+    r"(?:model\.)?(?:visual|vision_tower|multi_modal_projector|vision_encoder|vision_projection|mlp_AR|projector)\..+"
+)
 
 
 class Family(NamedTuple):

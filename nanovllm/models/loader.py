@@ -57,7 +57,7 @@ class WeightFiller:
         of_extra = {self._renamed_here(name): param for module in extra for name, param in module.named_parameters()}
         self._tower, params = re.compile(config.family.tower or "(?!)"), params | of_extra
         packed: dict[str, tuple[str, Any]] = {}
-        for module in model.modules():
+        for module in (*model.modules(), *(each for tower in extra for each in tower.modules())):
             packed |= getattr(module, "packed_modules_mapping", {})
         # checkpoint tensor -> its parameter, the shard id in there, and its own name, or the names of its merged parts
         self._targets: dict[str, tuple[Any, Any, list[str]]] = {}

@@ -1,7 +1,7 @@
 """The vision towers of ``MODELS``: which architecture has which, and how its images become tokens and positions.
 
-The language model is ``decoder.py``, as for text. The tower is transformers' (``vision_tower.py``). Importing this
-imports neither torch nor transformers.
+The language model is ``decoder.py``, as for text. The tower is this library's or transformers' (``vision_tower.py``).
+Importing this imports neither torch nor transformers.
 """
 
 import math
@@ -40,12 +40,15 @@ class TowerFamily(NamedTuple):
     # Default of ``mm_tokens_per_image``: tokens of every image, which attend to each other both ways; 0: by its size.
     num_tokens: int = 0
     marks: tuple[str, ...] = ()  # tokens after each row of an image, and after its last row
+    by_sizes: bool = False  # its tower takes pixels [1, 3, height, width] and the sizes of images, no list of patches
+    temporal: int = 2  # default of ``temporal_patch_size``
     has_mask: bool = False  # its attention takes a mask between all patches of a call
     deepstack: tuple[int, ...] = ()  # default of ``deepstack_visual_indexes``; (): the family has none
     placeholder: tuple[str, str] | None = None  # in texts: a regular expression, and the text that replaces a match
     text: str = "<|vision_start|><|image_pad|><|vision_end|>"  # an image in chat templates that take strings
 
 
+GLM_IMAGE = "<|begin_of_image|><|image|><|end_of_image|>"
 TOWERS = {
     "Qwen2VLForConditionalGeneration": TowerFamily("qwen2_vl", "Qwen2VLModel", "sections", (16, 24, 24)),
     "Qwen2_5_VLForConditionalGeneration": TowerFamily("qwen2_5_vl", "Qwen2_5_VLModel", "sections", (16, 24, 24)),
@@ -63,7 +66,17 @@ TOWERS = {
         ), text="<start_of_image>",
     ),
     "Mistral3ForConditionalGeneration": TowerFamily(
-        "mistral3", "Mistral3Model", marks=("[IMG_BREAK]", "[IMG_END]"), has_mask=True, text="[IMG]",
+        "mistral3", "Mistral3Model", marks=("[IMG_BREAK]", "[IMG_END]"), by_sizes=True, has_mask=True, text="[IMG]",
+    ),
+    **dict.fromkeys(
+        ("LightOnOcrForConditionalGeneration", "LightOnOCRForConditionalGeneration"),  # transformers', and in files
+        TowerFamily("lighton_ocr", "LightOnOcrModel", by_sizes=True, has_mask=True, text="<|image_pad|>"),
+    ),
+    "Glm4vForConditionalGeneration": TowerFamily("glm4v", "Glm4vModel", "sections", (8, 12, 12), text=GLM_IMAGE),
+    "GlmOcrForConditionalGeneration": TowerFamily("glm_ocr", "GlmOcrModel", "sections", (8, 12, 12), text=GLM_IMAGE),
+    "PaddleOCRVLForConditionalGeneration": TowerFamily(
+        "paddleocr_vl", "PaddleOCRVLModel", "sections", (16, 24, 24), temporal=1,
+        text="<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
     ),
 }  # fmt: skip
 
@@ -125,9 +138,11 @@ class VisionConfig(NamedTuple):
         text = check("config.json", "text_config", raw.get("text_config") or raw, OBJECT, CheckpointError)
         defaults = {
             "image_token_id": raw.get("image_token_index"), "spatial_merge_size": 2, "image_size": 0,
-            "temporal_patch_size": 2, "mm_tokens_per_image": family.num_tokens or 1,
+            "temporal_patch_size": family.temporal, "mm_tokens_per_image": family.num_tokens or 1,
         }  # fmt: skip
         sizes = check_all("config.json", {**defaults, **vision, **raw}, RULES, CheckpointError)
+        if family.mrope:
+            sizes["image_size"] = 0  # images have any size, whatever the field of some files says
         if family.num_tokens:
             rows = sizes["image_size"] // sizes["patch_size"]
             sizes["spatial_merge_size"] = max(1, rows // math.isqrt(sizes["mm_tokens_per_image"]))
@@ -155,7 +170,7 @@ class VisionConfig(NamedTuple):
     @property
     def processor_options(self) -> dict[str, Any]:
         """Options of the image processor besides the checkpoint's own."""
-        return {"patch_size": self.patch_size * self.merge_size} if self.family.marks else {}
+        return {"patch_size": self.patch_size * self.merge_size} if self.family.by_sizes else {}
 
     def grid(self, pixels: Mapping[str, Any]) -> np.ndarray:
         """Count the frames, rows and columns of patches in the tensors of one image; raises RequestError."""

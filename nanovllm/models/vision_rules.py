@@ -26,7 +26,7 @@ OF_TOWER = by_field(
      integer(f"an integer from 1 to {MAX_SIZE}", lambda n: 1 <= n <= MAX_SIZE)),
     ("in_channels num_channels", choice(3)),
     ("hidden_act", ACTIVATION),
-    ("layer_norm_eps rope_theta", POSITIVE),
+    ("layer_norm_eps rms_norm_eps rope_theta", POSITIVE),
     ("rope_parameters", optional(OBJECT)),
     ("deepstack_visual_indexes", DIFFERENT),
     ("fullatt_block_indexes", LAYERS),
@@ -56,24 +56,29 @@ def check_fields(raw: Mapping[str, Any], vision: Mapping[str, Any]) -> None:
 def check_sizes(config: Any, tower: "VisionConfig") -> None:
     """Raise CheckpointError for fields that contradict each other; ``config`` is transformers' of the whole model."""
     vision, side, num_tokens = config.vision_config, tower.patch_size * tower.merge_size, tower.num_whole
-    is_qwen, width_name, output_name = bool(tower.family.mrope), "hidden_size", "out_hidden_size"
+    by_sizes, width_name, output_name = tower.family.by_sizes, "hidden_size", "out_hidden_size"
+    is_siglip = tower.family.module in ("gemma3", "paddleocr_vl")
     if tower.family.module == "qwen2_vl":
         width_name, output_name = "embed_dim", "hidden_size"
-    heads_name, depth_name = ("num_heads", "depth") if is_qwen else ("num_attention_heads", "num_hidden_layers")
+    names = ("num_attention_heads", "num_hidden_layers") if by_sizes or is_siglip else ("num_heads", "depth")
+    heads_name, depth_name = names
     width, heads, depth = (getattr(vision, name) for name in (width_name, heads_name, depth_name))
     if width % heads or (not num_tokens and width // heads % 4):  # a quarter each for sines and cosines of two axes
         by = "" if num_tokens else " by a multiple of 4"
         raise wrong(f"{width_name}={width} must be a multiple of {heads_name}={heads}{by}")
-    if not (is_qwen or num_tokens) and vision.head_dim != width // heads:
+    if by_sizes and vision.head_dim != width // heads:
         raise wrong(f"head_dim={vision.head_dim} must be {width_name}={width} / {heads_name}={heads}")
-    if is_qwen and getattr(vision, output_name) != config.text_config.hidden_size:
+    if not (by_sizes or is_siglip) and getattr(vision, output_name) != config.text_config.hidden_size:
         raise wrong(f"{output_name}={getattr(vision, output_name)} must be the text's {config.text_config.hidden_size}")
     if tower.family.module == "qwen2_5_vl" and vision.window_size < side:
         raise wrong(f"window_size={vision.window_size} must be at least {side}, the pixels of a token's side")
     if tower.family.deepstack and max(vision.deepstack_visual_indexes, default=0) >= depth:
         raise wrong(f"deepstack_visual_indexes={vision.deepstack_visual_indexes} must be below depth={depth}")
-    if not is_qwen and tower.image_size < side:
-        raise wrong(f"image_size={tower.image_size} must be at least {side}, the pixels of a token's side")
+    size = getattr(vision, "image_size", side)  # with ``mrope`` of the table of positions, and no limit of images
+    if size < (tower.patch_size if tower.family.mrope else side):
+        least = f"{tower.patch_size}, the pixels of a patch's side"
+        least = least if tower.family.mrope else f"{side}, the pixels of a token's side"
+        raise wrong(f"image_size={size} must be at least {least}")
     if num_tokens and (tower.image_size // tower.patch_size) ** 2 != num_tokens * tower.merge_size**2:
         raise wrong(
             f"image_size={tower.image_size} and patch_size={tower.patch_size} make no square of mm_tokens_per_image="

@@ -1,7 +1,7 @@
-"""The vision tower of a checkpoint: transformers' model without its layers of text. ``loader.py`` fills it.
+"""The vision tower of a checkpoint: one of ``towers``, or transformers' model without its layers of text.
 
-A tower turns images into features of the language model's hidden size, one row for each of their tokens. Further
-columns are added to the outputs of its first layers (deepstack, arXiv:2406.04334).
+``loader.py`` fills it. A tower turns images into features of the language model's hidden size, one row for each of
+their tokens. Further columns are added to the outputs of its first layers (deepstack, arXiv:2406.04334).
 """
 
 import math
@@ -19,6 +19,7 @@ from torch import nn
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.weight_loader import copy_shard
 from nanovllm.models.families import TOWER
+from nanovllm.models.towers import tower_of
 from nanovllm.models.vision import VisionConfig
 from nanovllm.models.vision_rules import check_sizes
 from nanovllm.utils.checkpoint import LOADING_LOCK, open_tensors
@@ -53,14 +54,17 @@ def packed_attention() -> str:
 
 
 def tower_builder(vision: VisionConfig, model_path: str, dtype: torch.dtype) -> Callable[[], Any]:
-    """A function that builds transformers' model, with a language model of no layers and one token."""
+    """A function that builds a tower of this library, or transformers' model with a language model of no layers."""
     with LOADING_LOCK:
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(model_path)
-        family = vision.family
-        module: Any = import_module(f"transformers.models.{family.module}.modeling_{family.module}")
     check_sizes(config, vision)
+    family = vision.family
+    if own := tower_of(family.module, config):
+        return own
+    with LOADING_LOCK:
+        module: Any = import_module(f"transformers.models.{family.module}.modeling_{family.module}")
     text = config.text_config
     text.num_hidden_layers, text.layer_types, text.vocab_size, text.pad_token_id = 0, [], 1, None
     for part in (config, text, config.vision_config):
@@ -108,23 +112,33 @@ class VisionTower(nn.Module):
                 f"config.json: vision_config has a tower of {num_weights:,} weights; {model_path} has {num_given:,}."
             )
         self.model = build()
-        if hasattr(self.model, "visual") and dtype != torch.float32 and torch.get_default_device().type == "cuda":
+        self.is_own = not hasattr(self.model, "language_model")
+        packs = not self.is_own and hasattr(self.model, "visual") and dtype != torch.float32
+        if packs and torch.get_default_device().type == "cuda":
             # set after the constructor, which would look for the package flash-attn
             self.model.visual.config._attn_implementation = packed_attention()
         self.model.eval().requires_grad_(False)
-        del self.model.language_model
+        if not self.is_own:
+            del self.model.language_model
         self.dtype, self._vision = dtype, vision
+        convolution = next(x for x in self.model.modules() if isinstance(x, (nn.Conv2d, nn.Conv3d)))
+        shape = convolution.weight.shape[1:]
+        self._patch = shape if len(shape) == 3 else (shape.numel(),)  # shape of a patch among pixels
         self._side = vision.patch_size * vision.merge_size  # size of a token in pixels
 
     def forward(self, images: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-        """Pixels of images, on the device -> features [tokens of all, (1 + deepstack layers) * C]."""
-        pixels, side = [image["pixel_values"].to(self.dtype) for image in images], self._side
+        """Pixels of images -> features on the tower's device, [tokens of all, (1 + deepstack layers) * C]."""
+        device, side = next(self.parameters()).device, self._side
+        pixels = [image["pixel_values"].to(device, self.dtype, non_blocking=True) for image in images]
+        if self.is_own:
+            return self.model([image | {"pixel_values": x} for image, x in zip(images, pixels, strict=True)])
         if len(images) == 1 and pixels[0].shape == (1, 3, side, side):
             return self(images * 2)[:1]  # transformers' Mistral 3 loses a dimension for a single token
-        if pixels[0].ndim == 4:  # [1, 3, H, W]: the tower leaves out the padding by the sizes
+        if self._vision.family.by_sizes or self._vision.num_whole:
+            # [1, 3, H, W]: the tower leaves out the padding by the sizes
             height, width = (max(x.shape[side] for x in pixels) for side in (2, 3))
             pixels = [F.pad(x, (0, width - x.shape[3], 0, height - x.shape[2])) for x in pixels]
-        sizes = {name: torch.cat([image[name] for image in images]) for name in SIZES if name in images[0]}
+        sizes = {name: torch.cat([x[name] for x in images]).to(device) for name in SIZES if name in images[0]}
         output = self.model.get_image_features(torch.cat(pixels), **sizes)
         columns = [output.pooler_output, *getattr(output, "deepstack_features", ())]
         # [tokens, C] for each image, or for all images in some versions of transformers
@@ -136,11 +150,10 @@ class VisionTower(nn.Module):
         merge, side = self._vision.merge_size, self._side
         if columns := self._vision.image_size // side:
             num_images, side = -(-num_tokens // columns**2), columns * side
-            sizes = {"image_sizes": torch.full((num_images, 2), side)} if self._vision.family.marks else {}
+            sizes = {"image_sizes": torch.full((num_images, 2), side)} if self._vision.family.by_sizes else {}
             return {"pixel_values": torch.zeros(num_images, 3, side, side, device=device), **sizes}
         grid = torch.tensor([[1, 2 * merge, num_tokens // 2 * merge]], device=device)
-        patch = next(iter(self.model.visual.patch_embed.parameters()))[0].numel()
-        return {"pixel_values": torch.zeros(int(grid.prod()), patch, device=device), "image_grid_thw": grid}
+        return {"pixel_values": torch.zeros(int(grid.prod()), *self._patch, device=device), "image_grid_thw": grid}
 
     @torch.no_grad()
     def pad_mlps(self) -> None:

@@ -134,12 +134,10 @@ class VisionPart(Part):
 
     def _features_of(self, tower: VisionTower, rows: list[ImageRows]) -> torch.Tensor:
         """Run the tower for images that come first in this batch; features of the rows, [n, width]."""
-        known, device = self._cut, self._rank.device
+        known = self._cut
         new = {each.digest: each for each in rows if each.digest not in known}
         for group in groups(list(new.values()), self._most_tokens):
-            taken: Iterator[Any] = (each.pixels for each in group)
-            pixels = [{name: x.to(device, non_blocking=True) for name, x in each.items()} for each in taken]
-            features = tower(pixels).split([each.num_tokens for each in group])
+            features = tower([each.pixels for each in group]).split([each.num_tokens for each in group])
             known |= {each.digest: of_one for each, of_one in zip(group, features, strict=True)}
         self._cut = {each.digest: known[each.digest] for each in rows if each.stop < each.num_tokens}
         return torch.cat([known[each.digest][each.start : each.stop] for each in rows])

@@ -165,7 +165,7 @@ def make_pooling(inputs: InputProcessor, prompts: ListLike[Prompt], pooling: str
         encoded = texts.encode(inputs, prompts[first : first + SLICE], first)
         for i, (text, given) in enumerate(encoded, first):
             try:
-                ids, _ = inputs.checks.checked(as_token_ids(given), params, is_computed=True)
+                ids, _ = inputs.checks.resolve(as_token_ids(given), params, is_computed=True)
                 inputs.checks.check_ids("token id", ids)
             except RequestError as error:
                 raise RequestError(f"prompt {i}: {error}") from None

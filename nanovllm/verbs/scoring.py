@@ -92,7 +92,7 @@ def make_perplexity(inputs: InputProcessor, texts: ListLike[Prompt]) -> Iterator
                 inputs.checks.check_ids("token id", ids)
                 if len(ids) > 1:
                     _check_scored(inputs, ids, 1)
-                    inputs.checks.checked(ids[:-1], params)
+                    inputs.checks.resolve(ids[:-1], params)
             except RequestError as error:
                 raise RequestError(f"text {i}: {error}") from None
             yield inputs.request(None, ids[:-1], params, i, PromptLogprobs(ids[1:].astype(np.int32), 0, num_top=0))
@@ -105,7 +105,7 @@ def make_scoring(inputs: InputProcessor, lists: ListLike[Any], starts: ListLike[
     for i, (given, start) in enumerate(zip(lists, starts, strict=True)):
         try:
             ids, start = _check_scored(inputs, given, start)
-            inputs.checks.checked(ids[:-1], params)
+            inputs.checks.resolve(ids[:-1], params)
         except RequestError as error:
             raise RequestError(f"list {i}: {error}") from None
         checked.append((ids, start))

@@ -39,8 +39,8 @@ class Streaming(LLMEngine):
                 aborted.
         """
         self.require_ready()
-        copy_of = self._inputs.checks.copy_of
-        default = copy_of(self.get_default_sampling_params() if sampling_params is None else sampling_params)
+        checked_params = self._inputs.checks.checked_params
+        default = checked_params(self.get_default_sampling_params() if sampling_params is None else sampling_params)
         if is_one_prompt(prompts):
             with Guard(self):
                 request = self._inputs.make(prompts, default, waits=True)  # type: ignore[arg-type]
@@ -59,7 +59,7 @@ class Streaming(LLMEngine):
                 is_pair = isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], SamplingParams)
                 prompt, params = item if is_pair else (item, None)
                 try:
-                    request = self._inputs.make(prompt, default if params is None else copy_of(params), index)
+                    request = self._inputs.make(prompt, default if params is None else checked_params(params), index)
                     self._inputs.make_completions(request)  # a failure in ``queue`` would fail every request
                 except BaseException as error:
                     refused = as_request_error(error)

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 
 from nanovllm.kernels import embedding, step_inputs
 from nanovllm.kernels import reference as other_reference
+from nanovllm.kernels.attention import packed
+from nanovllm.kernels.attention import reference as attention_reference
 from nanovllm.kernels.linear import norm, norm_rope_store, reference, rotate_heads, silu_and_mul
 from nanovllm.kernels.linear.norm import SplitKPartials
 from nanovllm.kernels.moe import reference as moe_reference
@@ -68,6 +70,14 @@ def rotate_heads_args(dtype, num_tokens, num_heads, head_dim, is_transposed):
     if is_transposed:
         x = randn(num_heads, num_tokens, head_dim, dtype=dtype).transpose(0, 1)
     return x, randn(num_tokens, head_dim, dtype=dtype), randn(num_tokens, head_dim)
+
+
+def rotated_in_place(qkv, cos_sin, num_heads):
+    """The kernel's results are views of its argument."""
+    q, k, v = packed.rotate_qk(qkv, cos_sin, num_heads)
+    starts = [x.storage_offset() - qkv.storage_offset() for x in (q, k, v)]
+    assert starts == [i * num_heads * q.shape[2] for i in range(3)]
+    return qkv
 
 
 def embed_args(dtype, num_tokens, hidden_size, start, scale):
@@ -144,6 +154,11 @@ TABLE = {
     "rotate_heads": Row(
         rotate_heads.rotate_heads, reference.rotate_heads, rotate_heads_args,
         [(0, 5, 32, True), (1, 5, 32, False), (6, 3, 24, True), (70, 17, 16, False)],
+    ),
+    "rotate_qk": Row(
+        rotated_in_place, lambda *args: torch.stack(attention_reference.rotate_qk(*args), 1).flatten(1),
+        lambda dtype, T, H, D: (inside(randn(T, 3 * H * D, dtype=dtype), 0, 8), randn(T, D), H),
+        [(0, 3, 16), (5, 3, 12), (3, 16, 72), (2, 16, 80)], scale=2, overwrites=0,
     ),
     "embed": Row(
         embedding.embed, other_reference.embed, embed_args,

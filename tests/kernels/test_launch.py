@@ -201,6 +201,9 @@ def main(model: str, num_ranks: int) -> None:
     triton.runtime.driver.set_active(Driver())
     triton.knobs.runtime.jit_cache_hook = note
     torch.empty = torch.zeros  # token ids that no kernel writes must be valid
+    # cuBLAS's share of a run would take minutes on a CPU, for values that no kernel reads
+    torch.nn.functional.linear = lambda x, weight, bias=None: x.new_zeros(*x.shape[:-1], len(weight))
+    torch.addmm = lambda residual, x, weight, *, out: out
 
     from nanovllm import kernels
     from nanovllm.kernels import launch

@@ -5,9 +5,11 @@ that an element it forgets to write cannot pass.
 """
 
 import importlib
+import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 import triton
 
 from nanovllm.kernels.launch import is_sm90
@@ -245,11 +247,20 @@ def test_prefill_gemm(num_tokens, num_features, num_channels, dtype):
     """Fewer tiles than programs and several to each, fewer steps than stages and more, tokens that fill no tile."""
     prefill_gemm_sm90 = sm90_module("prefill_gemm_sm90")
 
-    def run(x, weight, act_mul, **_):
-        return prefill_gemm_sm90.prefill_gemm(Tokens(x, dtype), weight, act_mul)
+    def run(x, weight, act_mul, bias, **_):
+        return prefill_gemm_sm90.prefill_gemm(Tokens(x, dtype), weight, act_mul, bias)
 
-    for act in ACTS:
-        check_fused_linear(num_tokens, num_features, num_channels, dtype, act_mul=act, run=run)
+    for act, bias in itertools.product(ACTS, (False, True)):
+        check_fused_linear(num_tokens, num_features, num_channels, dtype, act_mul=act, bias=bias, run=run)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gelu_linear(dtype):
+    """On a CPU the two are one; the other form of GELU differs by up to 5e-4."""
+    x, weight, bias = randn(70, 40, dtype=dtype), randn(24, 40, dtype=dtype) / 4, randn(24, dtype=dtype)
+    run = dispatch.gelu_linear if DEVICE == "cuda" else reference.gelu_linear
+    expected = F.gelu(x.double() @ weight.double().T + bias.double(), approximate="tanh")
+    assert_close(run(x, weight, bias), expected.to(dtype), scale=4)
 
 
 def check_qkv_linear(num_tokens, num_heads, num_kv_heads, head_dim, num_channels, dtype, with_qk_norm=True,

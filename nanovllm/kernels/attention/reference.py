@@ -8,12 +8,14 @@ K KV heads, D head size, NB blocks of BS tokens.
 """
 
 import math
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from ...quantization.fp8.numbers import E4M3
+from ..linear.reference import rotate
 
 ROWS_AT_ONCE = 256  # queries that share a mask; keys after the last query are left out
 SHARED_TOKENS = 128  # shared prefixes are multiples of it; it is a multiple of every tile of the decode kernel
@@ -222,3 +224,36 @@ def _gather_contexts(dtype, k_cache, v_cache, req_indices, context_lens, block_t
             assert kv_scale is not None
             k, v = ((x.float() * scale[:, None]).to(dtype) for x, scale in zip((k, v), kv_scale, strict=True))
         yield i, k.transpose(1, 2), v.transpose(1, 2)
+
+
+class Segments(NamedTuple):
+    """Packed segments, such as images or windows: tokens attend to their own segment, in both directions."""
+
+    bounds: list[int]  # [S + 1], ascending
+    rows: int = 0  # rows of a query tile
+    tiles: torch.Tensor | None = None  # i32 [N, 3]: first row of a query tile, begin and end of its segment
+
+
+def packed_segments(bounds, device):
+    """Make Segments of these bounds, for launches on ``device``."""
+    return Segments(bounds)
+
+
+def packed_attention(q, k, v, segments, scale):
+    """Compute softmax(scale * q k^T) v within each segment; q, k, v [T, H, D] -> [T, H, D]."""
+    sizes = [end - begin for begin, end in pairwise(segments.bounds)]
+    outputs = [
+        F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in one), scale=scale)[0].transpose(0, 1)
+        for one in zip(*(x.split(sizes) for x in (q, k, v)), strict=True)
+    ]
+    return torch.cat(outputs)
+
+
+def rotate_qk(qkv, cos_sin, num_heads):
+    """Rotate q and k of qkv [T, 3 * H * D], in the kernel in place, by cos_sin, fp32 [T, D].
+
+    Returns q, k, v [T, H, D].
+    """
+    q, k, v = qkv.unflatten(1, (3, num_heads, -1)).unbind(1)
+    cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)  # [T, 1, D/2] each
+    return rotate(q, cos, sin), rotate(k, cos, sin), v

@@ -89,6 +89,11 @@ def qkv_linear(x, weight, bias, norm_weight, eps, epilogue):
     return norm_rope_store(y, *epilogue)
 
 
+def gelu_linear(x, weight, bias):
+    """See reference.gelu_linear. The activation is an epilogue of cuBLASLt."""
+    return torch.ops.aten._addmm_activation(bias, x, weight.t(), use_gelu=True)
+
+
 def in_16_bits(x, weight, norm_weight, eps):
     """The input, the 4-bit weight dequantized to 16 bits, and the norm's weight if the norm is not computed yet."""
     if weight.order is not None:
@@ -128,7 +133,7 @@ def multiply(x, weight, bias, residual=None, act_mul=None, allow_split_k=False, 
     if act_mul is None:
         is_fused = is_tma_aligned(residual) and takes_prefill_gemm(x, weight, "plain")
     else:
-        is_fused = bias is residual is None and takes_prefill_gemm(x, weight, "act_mul")
+        is_fused = residual is None and (bias is None or x.scale is None) and takes_prefill_gemm(x, weight, "act_mul")
     if is_fused:
         quantized = act_mul is not None and x.scale is not None and takes_groups(x, reader)
         return prefill_gemm_sm90.prefill_gemm(x, weight, act_mul, bias, residual=residual, quantized=quantized)

@@ -436,8 +436,11 @@ def consume(
         else:
             acc = gl.zeros([CONSUMER_M, BLOCK_N], gl.float32, layout=acc_layout)
             if bias_ptr is not None:
-                feature = tile_n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, acc_layout))
-                bias = gl.load(bias_ptr + feature, mask=feature < (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_SIZE, other=0.0)
+                column = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, acc_layout))
+                feature = tile_n * BLOCK_N + column
+                if ACT_MUL is not None:  # gate, then up
+                    feature = tile_n * HALF + column % HALF + column // HALF * half_stride
+                bias = gl.load(bias_ptr + feature, mask=feature < num_features, other=0.0)
                 acc += bias.to(gl.float32)[None, :]
             for step in range(num_steps):
                 stage = n % STAGES
@@ -509,7 +512,7 @@ def prefill_gemm_kernel(
     y_scale_ptr,  # fp32 [I / 128, M], None unless y is e4m3, with ACT_MUL; written here
     residual_ptr,  # [M, I], only with e4m3, or None
     residual_stride,
-    bias_ptr,  # [N], only with HEAD_SIZE or e4m3, or None
+    bias_ptr,  # [N], not with ACT_MUL and e4m3, or None
     q_weight_ptr, k_weight_ptr,  # [D] each, or None
     eps,
     cos_sin_ptr,  # fp32 [max_position, D]; this and the next four only with HEAD_SIZE
@@ -629,7 +632,7 @@ def num_whole_tiles(num_tiles, num_programs):
 
 
 def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None, residual=None, quantized=False):
-    """act_and_mul(x W^T), [M, I], of Tokens and a Weight, with intermediate results in fp32, where `supports`.
+    """act_and_mul(x W^T [+ bias]), [M, I], of Tokens and a Weight, with intermediate results in fp32, where `supports`.
 
     With a QKVEpilogue: reference.norm_rope_store of the product [+ bias], unrounded; q [M, H, D].
 
@@ -642,7 +645,7 @@ def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None, residual=Non
     head_size = 0 if epilogue is None else num_features // (num_heads + 2 * num_kv_heads)
     if epilogue is not None and epilogue.k_cache.dtype != E4M3:
         kv_scale = None
-    assert act_mul is None or bias is residual is epilogue is None
+    assert act_mul is None or (residual is epilogue is None and (bias is None or x_scale is None))
     assert x_scale is not None or (residual is None and (act_mul is None) == (epilogue is not None))
     half_n, num_tiles_n = BLOCK_N.value // 2, triton.cdiv(num_features, BLOCK_N.value)
     num_outputs = num_heads * head_size if epilogue else num_features // 2 if act_mul else num_features

@@ -170,6 +170,11 @@ def act_and_mul(x, act="silu"):
     return gate * up
 
 
+def gelu_linear(x, weight, bias):
+    """gelu(x W^T + bias) in its tanh form, x [T, C], weight [N, C]."""
+    return F.gelu(F.linear(x, weight, bias), approximate="tanh")
+
+
 def sigmoid_gate(x, gate):
     """x * sigmoid(gate), both [T, N]; the kernel overwrites `x`. The sigmoid is rounded to x.dtype."""
     return x * gate.float().sigmoid().to(x.dtype)
