@@ -58,6 +58,9 @@ FEATURES = {
         ("test_vision.py", "test_vision_api.py", "test_vision_clients.py", "test_vision_families.py",
          "test_vision_towers.py"),
     ),
+    "transformers_backend": Feature(
+        ("transformers_backend",), r"transformers_backend", ("test_transformers_backend.py",),
+    ),
     "prefix_copies": Feature(
         ("engine/prefix_copies.py", "runner/prefix_copies.py"),
         r"CopyingBlockManager|PrefixCopies", ("engine/test_prefix_copies.py",),

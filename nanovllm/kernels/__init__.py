@@ -23,6 +23,7 @@ OPS = {
     "act_and_mul": "linear.silu_and_mul",
     "padded_head_dim": "linear.norm_rope_store",
     "norm_rope_store": "linear.norm_rope_store",
+    "rotate_heads": "linear.rotate_heads",
     "fused_linear": "linear.dispatch",
     "qkv_linear": "linear.dispatch",
     "fused_moe": "moe.dispatch",

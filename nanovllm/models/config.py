@@ -4,7 +4,7 @@
 """
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import ConfigError
 from nanovllm.models.families import Family
@@ -101,6 +101,8 @@ class ModelConfig:
     dtype: str
     eos_token_ids: tuple[int, ...]
 
+    model_class = "nanovllm.models.decoder.CausalLM"
+
     @property
     def num_hidden_layers(self) -> int:
         return len(self.layers)
@@ -171,6 +173,13 @@ class ModelConfig:
         for layer in others:
             kinds.setdefault(replace(layer, rope=None), layer)
         return replace(self, layers=(*kinds.values(), last))
+
+    def describe(self, runner: Any) -> str:
+        """A clause of the line at start, about the model of a rank's runner."""
+        return ""
+
+    def prove(self, model: Any, block_size: int, captures: bool = False, rehearses: bool = False) -> None:
+        """Compare a loaded model with its original. Rows need none: tests compare them with transformers."""
 
     def check_padded_heads(self, padded: int) -> None:
         """Raise ConfigError unless heads padded with zeros to size ``padded`` give the model's numbers."""

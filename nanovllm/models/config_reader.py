@@ -14,7 +14,7 @@ from nanovllm.errors import CheckpointError
 from nanovllm.models import MODELS
 from nanovllm.models.config import GatedDeltaConfig, LayerConfig, ModelConfig, MoEConfig
 from nanovllm.models.families import SWITCHES, Family
-from nanovllm.models.kinds import MIXERS
+from nanovllm.models.kinds import MIXERS, READERS, load_kind
 from nanovllm.models.rope import DEFAULT_MAX_POSITION, OBJECT, POSITIVE, SIZE, RopeScaling, supported
 from nanovllm.quantization import read_quantization
 from nanovllm.utils.checkpoint import TOKEN_IDS, read_json, tensor_names
@@ -119,6 +119,11 @@ def read_model_config(model_path: str) -> ModelConfig:
     if is_bare and isinstance(given, list) and not any("lm_head.weight" in tensor_names(file) for file in files):
         # a decoder saved alone, under the name of the model that it was taken from
         raw["architectures"] = [re.sub("ForCausalLM$", BARE, str(name)) for name in given]
+    match raw.get("architectures"):
+        case [str() as name] if with_lm_head(name) not in MODELS:
+            for reader in READERS:
+                if (config := load_kind(reader)(model_path, name)) is not None:
+                    return config
     try:
         return model_config(raw, files)
     except (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:

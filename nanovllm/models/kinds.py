@@ -1,6 +1,7 @@
-"""The kinds of mixers and MLPs that a decoder layer may have: a table of each, the only place that names their modules.
+"""The kinds of mixers and MLPs that a decoder layer may have, and readers of architectures without a row in ``MODELS``.
 
-A kind is imported when a model has it. Imports no torch.
+Owns a table of each, the only place that names their modules; these are imported when a model has them.
+Imports no torch.
 """
 
 from importlib import import_module
@@ -17,8 +18,13 @@ MLPS = {
     "experts": "nanovllm.models.moe.SparseMoE",
 }
 
+# (directory of a checkpoint, architecture) -> a ``ModelConfig``, or None if the reader does not know the architecture
+READERS: tuple[str, ...] = (
+    "nanovllm.transformers_backend.config.read_config",
+)  # fmt: skip
+
 
 def load_kind(path: str) -> Any:
-    """Import the class of a kind."""
+    """Import the class of a kind, or a reader."""
     module, _, name = path.rpartition(".")
     return getattr(import_module(module), name)

@@ -51,6 +51,7 @@ class WeightFiller:
                  adapter: str | None = None, base: str = "", only: set[str] | None = None):
         config = model.config
         self._quantizes, self._renamed = quantizes, config.renamed_tensors()
+        self._checkpoint_name = getattr(model, "checkpoint_name", None)  # of a model that has rules of its own
         self.unused = re.compile(config.unused_tensors(has_tower=len(extra) > 0))
         params: dict[str, nn.Parameter] = dict(model.named_parameters())
         of_extra = {self._renamed_here(name): param for module in extra for name, param in module.named_parameters()}
@@ -96,7 +97,8 @@ class WeightFiller:
                 mine = tensor.fit([N * size, C]).rows(self._embedding.vocab_start, N, N * size)
                 self._head_digests = row_digests(mine, self._embedding.weight)
             return
-        name = self._name_here(tensor.name)
+        if not (name := self._name_here(tensor.name)):
+            return
         if (whole := self._reader.take(name, tensor)) is None:
             return
         name, tensor, packed = whole
@@ -118,7 +120,8 @@ class WeightFiller:
         if param is None or not self.missing.issuperset(parts):
             raise CheckpointError(f"{source}: tensor {tensor.name!r} is twice there, or unknown to the model.")
         pieces = [(tensor, shard_id)]
-        if ".experts." in name and shard_id is None:  # one tensor for all experts
+        is_one = getattr(param, "is_one_tensor", False)  # of an expert that is a module
+        if ".experts." in name and shard_id is None and not is_one:  # one tensor for all experts
             pieces = [(piece, (expert, None)) for expert, piece in enumerate(tensor.entries(len(param)))]
         for piece, shard_id in pieces:
             if quantizes and hasattr(param, "in_rows"):  # it has a scale for each row here
@@ -135,6 +138,8 @@ class WeightFiller:
         return f"model.{name}" if name.partition(".")[0] in self._parts_of_model else name
 
     def _name_here(self, name: str) -> str:
+        if self._checkpoint_name is not None:
+            return self._checkpoint_name(name)
         return self._renamed_here(self._whole_name(name))
 
     def _renamed_here(self, name: str) -> str:

@@ -12,6 +12,7 @@ from nanovllm.distributed.workers import Worker, Workers
 from nanovllm.layers.context import Context
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.kinds import load_kind
 from nanovllm.models.loader import init_dummy_weights, load_model
 from nanovllm.runner import memory
 from nanovllm.runner.device import model_defaults, select_device, translate_oom
@@ -43,6 +44,7 @@ def start_rank(config: Config, tp: TPGroup = SINGLE_RANK, workers: Workers | Non
         if not on_gpu:
             pack_weights(runner.model)
         tp.join() if workers is None else workers.join_group()
+        config.model_config.prove(runner.model, runner.block_size, runner.rank.use_graphs)
         reserved_bytes = warmup_model(runner)
         calibrate(runner.rank, runner.model, runner.parts)
         allocate_kv_cache(runner, reserved_bytes)
@@ -59,7 +61,7 @@ def connect(config: Config, ranks: Workers | Worker) -> TPGroup:
 def make_model(runner: ModelRunner, model_config: ModelConfig) -> CausalLM:
     """A model with uninitialised weights."""
     with model_defaults(runner.rank.dtype, runner.device):
-        return CausalLM(model_config, runner.rank.backend, runner.tp)
+        return load_kind(model_config.model_class)(model_config, runner.rank.backend, runner.tp)
 
 
 def load(runner: ModelRunner) -> CausalLM:
@@ -85,6 +87,7 @@ def compile_kernels(runner: ModelRunner) -> None:
     config, state, device = runner.config, runner.request_state, runner.device
     runner.model = model = make_model(runner, config.model_config.one_layer_of_each_kind())
     warmup_model(runner)
+    config.model_config.prove(model, runner.block_size, rehearses=True)
     kv_cache = memory.allocate_kv_cache(model, 1, runner.block_size, runner.rank.kv_dtype, device)
     for part in runner.parts:
         part.allocate(model, kv_cache, 0)

@@ -12,7 +12,7 @@ from nanovllm.kernels import embedding, step_inputs
 from nanovllm.kernels import reference as other_reference
 from nanovllm.kernels.attention import packed
 from nanovllm.kernels.attention import reference as attention_reference
-from nanovllm.kernels.linear import norm, norm_rope_store, reference, silu_and_mul
+from nanovllm.kernels.linear import norm, norm_rope_store, reference, rotate_heads, silu_and_mul
 from nanovllm.kernels.linear.norm import SplitKPartials
 from nanovllm.kernels.moe import reference as moe_reference
 from nanovllm.kernels.moe import shared_expert
@@ -62,6 +62,14 @@ def norm_rope_store_args(dtype, num_tokens, num_heads, num_kv_heads, head_dim, w
     if not with_cache:
         epilogue = epilogue._replace(k_cache=epilogue.k_cache[:0], v_cache=epilogue.v_cache[:0])
     return qkv, *epilogue
+
+
+def rotate_heads_args(dtype, num_tokens, num_heads, head_dim, is_transposed):
+    """``is_transposed``: heads come before tokens in memory, as after a norm of each head; else they are columns."""
+    x = inside(randn(num_tokens, num_heads * head_dim, dtype=dtype), 0, 8).unflatten(1, (num_heads, head_dim))
+    if is_transposed:
+        x = randn(num_heads, num_tokens, head_dim, dtype=dtype).transpose(0, 1)
+    return x, randn(num_tokens, head_dim, dtype=dtype), randn(num_tokens, head_dim)
 
 
 def rotated_in_place(qkv, cos_sin, num_heads):
@@ -142,6 +150,10 @@ TABLE = {
     "norm_rope_store at model size": Row(
         norm_rope_store.norm_rope_store, reference.norm_rope_store, norm_rope_store_args,
         [(T, 16, 8, 128) for T in (1, 64, 4097)], scale=2, overwrites=0, dtypes=[torch.bfloat16], gpu=True,
+    ),
+    "rotate_heads": Row(
+        rotate_heads.rotate_heads, reference.rotate_heads, rotate_heads_args,
+        [(0, 5, 32, True), (1, 5, 32, False), (6, 3, 24, True), (70, 17, 16, False)],
     ),
     "rotate_qk": Row(
         rotated_in_place, lambda *args: torch.stack(attention_reference.rotate_qk(*args), 1).flatten(1),

@@ -223,6 +223,12 @@ def rotate(x, cos, sin):
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
+def rotate_heads(x, cos, sin):
+    """Rotate the heads x [T, H, D] by cosines and sines [T, D] in fp32, the pairs as in `rotate`; contiguous."""
+    (first, second), cos, sin = x.float().chunk(2, dim=-1), cos.float().unsqueeze(1), sin.float().unsqueeze(1)
+    return (x.float() * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype).contiguous()
+
+
 def store_kvcache(k, v, k_cache, v_cache, slot_mapping, kv_scale=None):
     """Write k, v [T, K, D] to slots of the caches [NB, BS, K, D]; slot = block * BS + offset, -1: not stored."""
     stored = slot_mapping >= 0

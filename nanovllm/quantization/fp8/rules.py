@@ -58,11 +58,7 @@ class Fp8:
 def read(quantization: dict[str, Any], family: "Family", num_layers: int, num_experts: int,
          files: Sequence[Path]) -> tuple[int | None, list[dict[str, Any]]]:
     """``fp8`` of a ``ModelConfig``, and ``fp8_linears`` of each ``LayerConfig``."""
-    method = quantization["quant_method"]
-    check_fields("", quantization, FORMS[method], is_closed=True)
-    in_blocks = quantization.get("weight_block_size")
-    if method == "compressed-tensors":
-        in_blocks = _read_group(quantization) == "block"
+    block = read_block(quantization)
     modules = linears(num_experts, bool(family.recurrent)).items()
     names = [f"model.layers.{i}.{x}" for i in range(num_layers) for name, parts in modules for x in (name, *parts)]
     is_skipped = skipped_modules(quantization, family, names)
@@ -70,7 +66,17 @@ def read(quantization: dict[str, Any], family: "Family", num_layers: int, num_ex
         frozenset(name for name, parts in modules if not _all_or_none(f"model.layers.{i}.", name, parts, is_skipped))
         for i in range(num_layers)
     ]
-    return BLOCK if in_blocks else 0, [{"fp8_linears": names} for names in layers]
+    return block, [{"fp8_linears": names} for names in layers]
+
+
+def read_block(quantization: dict[str, Any]) -> int:
+    """Width and height of the square of weights that share a scale; 0: a scale for each output feature."""
+    method = quantization["quant_method"]
+    check_fields("", quantization, FORMS[method], is_closed=True)
+    in_blocks = quantization.get("weight_block_size")
+    if method == "compressed-tensors":
+        in_blocks = _read_group(quantization) == "block"
+    return BLOCK if in_blocks else 0
 
 
 def _read_group(raw: dict[str, Any]) -> str:

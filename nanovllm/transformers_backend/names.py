@@ -1,0 +1,87 @@
+"""Names of checkpoint tensors for a model of transformers, by transformers' own table of renamings and conversions.
+
+Of conversions it takes the merge of experts; ``models/loader.py`` writes each expert's tensor to its place.
+"""
+
+import re
+from itertools import chain
+from typing import Any
+
+import torch
+
+from nanovllm.errors import CheckpointError
+from nanovllm.layers.weight_loader import copy_shard
+from nanovllm.quantization.fields import EXPERT_PARTS
+from nanovllm.quantization.fp8.rules import KV_SCALES, RENAMED_TENSORS, UNUSED_TENSORS
+
+# Buffers that old versions saved, and scales of FP8 checkpoints that this library measures itself or does without.
+NEVER_USED = [r"rotary_emb\.inv_freq$", r"\.masked_bias$", f"{UNUSED_TENSORS}$", f"{KV_SCALES}$"]
+MERGES = ["MergeModulelist", "Concatenate"]  # operations that make one tensor of the gate's and the up projections
+
+
+class Names:
+    """Renames checkpoint tensors to this model's parameters. ``model``: of transformers."""
+
+    def __init__(self, model: Any):
+        from transformers import PreTrainedModel
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, rename_source_key
+
+        transforms = get_model_conversion_mapping(model)
+        self._converters = [each for each in transforms if isinstance(each, WeightConverter)]
+        renamings = [each for each in transforms if not isinstance(each, WeightConverter)]
+        every = dict(model.named_parameters(remove_duplicate=False))
+        self._tied = every.keys() - dict(model.named_parameters()).keys()
+        for name in list(every):  # parts of a merged product
+            every |= {name.replace(".gate_up_proj.", f".{part}."): every[name] for part in ("gate_proj", "up_proj")}
+        self._known = every.keys()
+        self._rename = lambda name: rename_source_key(name, renamings, self._converters, model.base_model_prefix, every)
+        parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+        ignored = [list(getattr(part, "_keys_to_ignore_on_load_unexpected", None) or ()) for part in parts]
+        self._unused = re.compile("|".join(f"(?:{each})" for each in [*NEVER_USED, *chain(*ignored)]))
+        for name, param in model.named_parameters():
+            if param.dim() == 0:
+                param.weight_loader = fill_number
+            if ".experts." in name:
+                has_parts = name.rpartition(".experts.")[2] in EXPERT_PARTS
+                param.is_merged, param.is_one_tensor = not has_parts, param.dim() != 3
+                if param.dim() == 3:
+                    param.weight_loader = fill_expert
+
+    def here(self, name: str) -> str:
+        """The name here of a checkpoint tensor; "" if the model does without it.
+
+        Raises:
+            CheckpointError: transformers would convert it by other operations than a merge of experts.
+        """
+        for old, new in RENAMED_TENSORS:  # scales of FP8 weights
+            name = name.replace(old, new)
+        renamed, pattern = self._rename(name)
+        is_unused = renamed not in self._known and (self._unused.search(name) or self._unused.search(renamed))
+        if renamed in self._tied or is_unused:
+            return ""
+        if pattern is None:
+            return renamed
+        converter = next(each for each in self._converters if pattern in each.source_patterns)
+        operations = [type(each).__name__ for each in converter.operations]
+        prefix, _, merged = renamed.rpartition(".experts.")
+        expert = re.search(r"\.experts\.(\d+)\.", name)
+        parts = EXPERT_PARTS.get(merged, ())
+        if expert is None or not parts or operations != MERGES[: len(parts)]:
+            what = f"a conversion that is not supported ({', '.join(operations)})"
+            raise CheckpointError(f"tensor {name!r} needs {what}.")
+        return f"{prefix}.experts.{expert[1]}.{parts[converter.source_patterns.index(pattern)]}.weight"
+
+
+def fill_number(param: torch.Tensor, loaded: Any, shard_id: Any = None) -> None:
+    """Fill a parameter without dimensions."""
+    param.copy_(loaded.fit([]).read(...))
+
+
+def fill_expert(param: torch.Tensor, loaded: Any, shard_id: Any) -> None:
+    """Fill the rows of one expert, (expert, part), of a parameter [E, N, C]; part None: all of its rows."""
+    expert, part = shard_id
+    rows = param[expert]
+    if part is not None and loaded.shape[0] != len(rows):  # gate and up projection
+        rows = rows.chunk(2)[part]
+    copy_shard(rows, loaded)
