@@ -51,7 +51,7 @@ class WeightFiller:
                  adapter: str | None = None, base: str = "", only: set[str] | None = None):
         config = model.config
         self._quantizes, self._renamed = quantizes, config.renamed_tensors()
-        self._checkpoint_name = getattr(model, "checkpoint_name", None)  # of a model that has rules of its own
+        self._checkpoint_name = getattr(model, "checkpoint_name", None)  # a model may have rules of its own
         self.unused = re.compile(config.unused_tensors(has_tower=len(extra) > 0))
         params: dict[str, nn.Parameter] = dict(model.named_parameters())
         of_extra = {self._renamed_here(name): param for module in extra for name, param in module.named_parameters()}
@@ -120,7 +120,7 @@ class WeightFiller:
         if param is None or not self.missing.issuperset(parts):
             raise CheckpointError(f"{source}: tensor {tensor.name!r} is twice there, or unknown to the model.")
         pieces = [(tensor, shard_id)]
-        is_one = getattr(param, "is_one_tensor", False)  # of an expert that is a module
+        is_one = getattr(param, "is_one_tensor", False)  # the expert is a module
         if ".experts." in name and shard_id is None and not is_one:  # one tensor for all experts
             pieces = [(piece, (expert, None)) for expert, piece in enumerate(tensor.entries(len(param)))]
         for piece, shard_id in pieces:

@@ -102,7 +102,7 @@ class IntScheme(NamedTuple):
 
     @property
     def noun(self) -> str:
-        """What the codes are, in errors."""
+        """The noun for the codes, in errors."""
         return "integers"
 
     @property

@@ -45,7 +45,7 @@ class Fp4Scheme(NamedTuple):
     """How a checkpoint stores a module of e2m1 codes."""
 
     layout: str  # a key of ``KINDS``
-    has_input_scales: bool = False  # which the products here do without
+    has_input_scales: bool = False  # the products here do without them
 
     @property
     def bits(self) -> int:
