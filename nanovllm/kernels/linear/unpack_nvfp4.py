@@ -98,7 +98,7 @@ def scale_of(scale, BYTE: tl.constexpr):
 
 @triton.jit
 def load_vector_scales(row_ptrs, place, mask, TILE: tl.constexpr):
-    """Load the scales of vectors at place [V, 1], int32 [V, N, 2]: first of the vector's first two words, then of its other two.
+    """Load the scales of vectors at place [V, 1], int32 [V, N, 2]: of the first two words, then of the others.
 
     row_ptrs [V, N] or [1, N]: where the features' rows begin; mask [V, N].
     """
