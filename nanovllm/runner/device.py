@@ -93,7 +93,7 @@ def describe(config: Config, runner: "ModelRunner") -> str:
         weights = " with MXFP4 experts" if device.type == "cuda" else " (MXFP4 experts dequantized)"
     if config.model_config.has_packed_weights():
         weights = describe_packed(runner.model, device)
-    model = "the demo model" if config.model is None else config.model
+    model = "the demo model" if config.model is None else str(config.model)
     model += config.model_config.describe(runner)
     adapter = "" if config.lora is None else f" with adapter {config.lora}"
     fp8 = "" if config.kv_cache_dtype == "auto" else "FP8 "

@@ -103,7 +103,7 @@ def test_hub_says_no(monkeypatch):
         (b"\xff\xfe\x00", "config.json cannot be read ('utf-8' codec"),
         (b"[" * 100_000, "config.json cannot be read (maximum recursion depth exceeded"),
         (b"[1, 2]", "config.json holds no JSON object."),
-        (b'{"architectures": ["Gemma4ForCausalLM"]}', "config.json: architectures=['Gemma4ForCausalLM'] must be"),
+        (b'{"architectures": ["GemmaFourForCausalLM"]}', "config.json: architectures=['GemmaFourForCausalLM'] must be"),
     ],
 )
 def test_config_json(content, text, tmp_path):
