@@ -101,7 +101,8 @@ MOE_RULES = by_field(
 MOE_NAMES = (  # names of the same field; the first is ours
     ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), ("num_experts_per_tok", "moe_k"),
     ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
-    ("routed_scaling_factor", "router_scaling_factor"), ("first_k_dense_replace", "moe_layer_start_index"),
+    ("routed_scaling_factor", "router_scaling_factor"),
+    ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"),
     ("decoder_sparse_step", "moe_layer_interval"),
 )  # fmt: skip
 # by kind of layers with states
@@ -213,6 +214,7 @@ def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     has_rope = any((raw | text).get(field) for field in ("rope_parameters", "rope_scaling"))
     defaults = {field: value for field, value in family.defaults.items() if field != "rope_parameters" or not has_rope}
     raw = {**DEFAULTS, **defaults, **raw, **text, **outer}
+    raw |= family.spelled(raw) if family.spelled else {}
     raw["dtype"] = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if raw.get("rotary_dim") and raw.get("partial_rotary_factor") is None:  # MiniMax's form
         sizes = check_all("config.json", raw, {"rotary_dim": SIZE, "head_dim": SIZE}, CheckpointError)

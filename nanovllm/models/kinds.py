@@ -11,10 +11,12 @@ from typing import Any
 MIXERS = {
     "attention": "nanovllm.models.decoder.SelfAttention",
     "gated_delta_net": "nanovllm.models.recurrent.gated_delta_net.mixer.GatedDeltaNet",
+    "short_conv": "nanovllm.models.recurrent.short_conv.mixer.ShortConv",
 }
 # keyed by ``Family.recurrent``: subclasses of ``recurrent.RecurrentConfig``
 RECURRENT = {
     "gated_delta_net": "nanovllm.models.recurrent.gated_delta_net.config.GatedDeltaConfig",
+    "short_conv": "nanovllm.models.recurrent.short_conv.config.ShortConvConfig",
 }
 # keyed by ``LayerConfig.mlp``
 MLPS = {
