@@ -35,8 +35,12 @@ from nanovllm.transformers_backend.rotation import exchange_rotations
 from nanovllm.utils.checkpoint import LOADING_LOCK, tensor_names
 
 TOLERANCE = 1e-5  # relative difference of an fp32 norm or MLP to the reference
-# Styles of transformers' plans that are replicated here: the head, whose logits are cut; and embeddings and norms.
-REPLICATED = ("colwise_gather_output", "replicated_with_grad_allreduce", "embedding_rowwise", "local_params")
+# Styles of transformers' plans that are replicated here: the head, whose logits are cut; embeddings and norms; layers
+# whose inputs and results are whole on every rank.
+REPLICATED = (
+    "colwise_gather_output", "rowwise_split_input", "mla_kv_a_proj", "replicated_with_grad_allreduce",
+    "embedding_rowwise", "local_params",
+)  # fmt: skip
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 
 
