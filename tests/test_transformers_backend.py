@@ -387,7 +387,9 @@ def test_an_old_transformers_is_refused(tmp_path, monkeypatch):
         start(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["Cohere2", "Dots1", *at_night("Nemotron", "DeepseekV3", "Glm4MoeLite", "Glm", "MiMoV2Flash")])
+@pytest.mark.parametrize("name", [
+    "Cohere2", "Dots1", *at_night("Nemotron", "DeepseekV3", "Glm4MoeLite", "Glm", "MiMoV2Flash"),
+])  # fmt: skip
 def test_two_ranks_share_linear_layers_and_experts(name, tmp_path):
     """By transformers' plan, and each rank has a part of every expert."""
     save(name, tmp_path)
