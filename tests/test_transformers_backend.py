@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from histories import at_night
+from quantized_checkpoints import LINEAR, write
 from safetensors.torch import load_file, save_file
 from transformers_architectures import PASSES, REFUSED, SMALL, V
 
@@ -17,7 +18,7 @@ from nanovllm.quantization.fp8.numbers import quantize
 from nanovllm.runner.device import describe
 from nanovllm.transformers_backend import config as backend_config
 from nanovllm.transformers_backend import proof
-from nanovllm.transformers_backend.build import MLP, Linear, Norm
+from nanovllm.transformers_backend.layers import MLP, Experts, Linear, Norm
 
 NUM_DECODED = 8
 OPTIONS = {"skip_tokenizer_init": True, "dtype": "float32", "device": "cpu", "kvcache_block_size": 16,
@@ -150,6 +151,10 @@ def in_rotation(model):
     rotation.ops = SimpleNamespace(rotate_heads=lambda x, cos, sin: rotate(x, cos, -sin))
 
 
+def in_experts(experts):
+    experts.forward = lambda x, ids, weights, product=experts.forward: product(x, ids, weights.flip(1))
+
+
 def in_eps(norm):
     norm.eps += 0.1
 
@@ -170,6 +175,8 @@ FAULTS = {
     "scaled product": ("Cohere2", in_module(Linear, in_weight), MODULE),
     "scaled MLP": ("Cohere2", in_module(MLP, in_weight), MODULE),
     "other activation": ("Cohere2", in_module(MLP, in_act), MODULE),
+    "other experts' weights": ("Dots1", in_module(Experts, in_experts), MODULE),
+    "experts' activation": ("Dots1", in_module(Experts, in_act), MODULE),
     "rotated the other way": ("Arcee", in_rotation, "the rotary embedding differs"),
     "epsilon": ("VaultGemma", in_module(Norm, in_eps), MODULE),
 }
@@ -307,10 +314,50 @@ def test_fp8_checkpoints(block, tmp_path):
         assert tokens(given, tensor_parallel_size=2) == tokens(given)
 
 
-def test_fp8_experts_are_refused(tmp_path):
-    save("Dots1", tmp_path)
+# (class, form of ``quantized_checkpoints``, scheme, as the line at start calls it)
+QUANTIZED = [
+    ("Cohere2", "awq", {"size": 32}, "INT4"), ("Dots1", "nvfp4", {}, "NVFP4"), ("DeepseekV3", "qwen", {}, "FP8"),
+    *at_night(
+        ("Arcee", "gptq", {"act_order": True, "size": 32}, "INT4"), ("Cohere2", "gptq", {"act_order": True}, "INT4"),
+        ("Cohere2", "compressed-tensors", {"symmetric": False}, "INT4"), ("Cohere2", "auto-round", {}, "INT4"),
+        ("Cohere2", "modelopt-fp4", {}, "NVFP4"), ("Cohere2", "dense-mxfp4", {}, "MXFP4"),
+        ("Cohere2", "compressed-tensors", {"bits": 8}, "integer"), ("Dots1", "gptq", {"bits": 8}, "integer"),
+        ("DeepseekV3", "awq", {"size": 32}, "INT4"), ("Dots1", "gptq", {"size": 32}, "INT4"),
+        ("Dots1", "dense-mxfp4", {}, "MXFP4"), ("Dots1", "modelopt-fp4", {}, "NVFP4"), ("Dots1", "channel", {}, "FP8"),
+        ("Gemma4", "awq", {"size": 32}, "INT4"),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "form", "scheme", "kind"), QUANTIZED)
+def test_quantized_checkpoints(name, form, scheme, kind, tmp_path):
+    """The dequantized weights in 16 bits give the same numbers; so do two ranks, which gather the same results."""
+    given, wide = Path(tmp_path, "given"), Path(tmp_path, "wide")
+    model = save(name, given)
+    kept = [path for path, module in model.named_modules() if "proj" in path and type(module) is torch.nn.Linear]
+    # the first MLP is left out, as some checkpoints have it; and linear layers whose names the helper does not know
+    skipped = [path for path in kept if ".layers.0.mlp" in path or not LINEAR.fullmatch(f"{path}.weight")]
+    write(given, model, form, skipped, **scheme)
+    model.save_pretrained(wide)
+    ids, logprobs = [[1, 2, 3, 4, 5, 6, 7, 8]], []
+    for path in (given, wide):
+        with start(path) as llm:
+            logprobs.append(torch.tensor(llm.score(ids)[0].logprobs))
+            line = describe(llm.config, llm.model_runner)
+            assert (f" with {kind} weights" in line) == (path == given)
+    assert torch.allclose(*logprobs, atol=2e-4)
+    if not scheme.get("act_order"):
+        assert tokens(given, tensor_parallel_size=2) == tokens(given)
+        return
+    with pytest.raises(CheckpointError, match=r"tensor_parallel_size=2 is not supported, since GPTQ has ordered"):
+        start(given, tensor_parallel_size=2)
+
+
+def test_quantized_experts_of_a_form_of_their_own_are_refused(tmp_path):
+    """Their gate is clamped."""
+    save("MiniMaxM3VL", tmp_path)
     change_config(tmp_path, quantization_config={"quant_method": "fp8"})
-    with pytest.raises(CheckpointError, match="its experts are FP8"):
+    with pytest.raises(CheckpointError, match=r"its experts are quantized, and the form of .*experts is its own"):
         start(tmp_path)
 
 
@@ -318,9 +365,10 @@ def test_options_that_are_refused(tmp_path):
     save("Arcee", tmp_path)
     with pytest.raises(ConfigError, match="tensor_parallel_size=4 must divide the model's 2 KV heads"):
         start(tmp_path, tensor_parallel_size=4)
-    change_config(tmp_path, quantization_config={"quant_method": "awq"})
-    with pytest.raises(CheckpointError, match="its weights are quantized, and not in FP8"):
-        start(tmp_path)
+    for method in ("mxfp4", "bitsandbytes"):
+        change_config(tmp_path, quantization_config={"quant_method": method})
+        with pytest.raises(CheckpointError, match=f"quant_method='{method}' is not supported"):
+            start(tmp_path)
 
 
 def test_a_missing_tensor_is_no_random_one(tmp_path):
@@ -339,15 +387,18 @@ def test_an_old_transformers_is_refused(tmp_path, monkeypatch):
         start(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["Cohere2", *at_night("StableLm", "Nemotron")])
-def test_two_ranks_share_linear_layers_by_transformers_plan(name, tmp_path):
+@pytest.mark.parametrize("name", [
+    "Cohere2", "Dots1", *at_night("Nemotron", "DeepseekV3", "Glm4MoeLite", "Glm", "MiMoV2Flash"),
+])  # fmt: skip
+def test_two_ranks_share_linear_layers_and_experts(name, tmp_path):
+    """By transformers' plan, and each rank has a part of every expert."""
     save(name, tmp_path)
     prompts = [list(range(2, 32)), [7]]
     assert tokens(tmp_path, prompts, tensor_parallel_size=2) == tokens(tmp_path, prompts)
 
 
 def test_two_ranks_refuse_what_the_plan_shares_otherwise(tmp_path):
-    save("Dots1", tmp_path)
+    save("LongcatFlash", tmp_path)
     with pytest.raises(CheckpointError, match=r"tensor_parallel_size=2 is not supported, since .*experts.* is "):
         start(tmp_path, tensor_parallel_size=2)
 

@@ -111,12 +111,18 @@ RECURRENT_CONFIGS: dict[str, type[RecurrentConfig]] = {name: load_kind(path) for
 DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": DEFAULT_MAX_POSITION, "rms_norm_eps": 1e-6}
 
 
-def read_model_config(model_path: str) -> ModelConfig:
-    """Read ``config.json`` of a directory, and ModelOpt's older file next to it."""
+def read_raw(model_path: str) -> dict[str, Any]:
+    """``config.json`` of a directory, and ModelOpt's older file next to it."""
     raw, modelopt = read_json(Path(model_path, "config.json")), Path(model_path, "hf_quant_config.json")
     if modelopt.is_file() and not raw.get("quantization_config"):
         given = check(str(modelopt), "quantization", read_json(modelopt).get("quantization"), OBJECT, CheckpointError)
         raw["quantization_config"] = {"quant_method": "modelopt", **(given or {})}
+    return raw
+
+
+def read_model_config(model_path: str) -> ModelConfig:
+    """Read the configuration of a directory's model."""
+    raw = read_raw(model_path)
     files, given = sorted(Path(model_path).glob("*.safetensors")), raw.get("architectures")
     is_bare = any(name.startswith("layers.") for file in files[:1] for name in tensor_names(file))
     if is_bare and isinstance(given, list) and not any("lm_head.weight" in tensor_names(file) for file in files):

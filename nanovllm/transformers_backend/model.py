@@ -86,7 +86,7 @@ class TransformersCausalLM(nn.Module):
             register()
         self.tp = tp
         self.model = build(config, torch.get_default_dtype(), device, tp)
-        self.checkpoint_name = Names(self.model).here
+        self.checkpoint_name, self.schemes = Names(self.model).here, self.model.schemes  # as the loader asks for them
         self._decoders: list[Any] = []  # a list, so that they are no second submodule
         self._pin_rope()
         self.calls = self._record(device)
