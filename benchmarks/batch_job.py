@@ -48,9 +48,9 @@ def command(*paths: Any, options: tuple = ("--temperature", "0.8")) -> list[str]
             "--max-num-seqs", str(SEQS), *options]  # fmt: skip
 
 
-def timed(argv: list[str]) -> dict[str, float]:
+def timed(argv: list[str], **env: str) -> dict[str, float]:
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    done = subprocess.run(argv, env=ENV, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(argv, env=ENV | env, stderr=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(f"{shlex.join(argv)} failed:\n{done.stderr[-2000:]}")
     wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -254,7 +254,6 @@ def pages(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     # a token for each character of the text
     prompt = "".join(special_tokens(AutoConfig.from_pretrained(model))) + "Copy the text of this page here."
     report: dict[str, Any] = {"model": args.model or args.size}
-    ENV["TRITON_CACHE_DIR"] = str(directory / "kernels")
     for rows, kernels in jobs:
         if kernels == "cold":
             shutil.rmtree(directory / "kernels", ignore_errors=True)
@@ -263,9 +262,10 @@ def pages(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
         source.write_text("\n".join(lines))
         start = time.time()
         figures = timed([sys.executable, "-m", "nanovllm", "batch", str(source), str(out), "--model", str(model),
-                         "--max-tokens", str(args.longest), "--ignore-eos", "--temperature", "0.6"])  # fmt: skip
+                         "--max-tokens", str(args.longest), "--ignore-eos", "--temperature", "0.6"],
+                        TRITON_CACHE_DIR=str(directory / "kernels"))  # fmt: skip
         last_row_s = out.stat().st_mtime - start
-        records = [json.loads(line) for line in out.open()]
+        records = [json.loads(line) for line in out.read_text().splitlines()]
         figures |= {"last_row_s": round(last_row_s, 1), "pages_per_s": round(rows / last_row_s, 2)}
         figures["complete_rows"] = sum(record["completion_tokens"] == args.longest for record in records)
         report[f"{rows} pages, {kernels} kernels"] = figures
