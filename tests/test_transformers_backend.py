@@ -12,7 +12,7 @@ from quantized_checkpoints import LINEAR, write
 from safetensors.torch import load_file, save_file
 from transformers_architectures import PASSES, REFUSED, SMALL, V
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, kernels
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.quantization.fp8.numbers import quantize
 from nanovllm.runner.device import describe
@@ -42,7 +42,8 @@ def save(name, path, **fields):
     kind = class_of(name)
     known = PASSES.get(name) or REFUSED.get(name, ({},))[0]
     torch.manual_seed(7)
-    model = kind._from_config(kind.config_class(**SMALL | known | fields), attn_implementation="eager")
+    fields = fields if "text_config" in fields else SMALL | known | fields
+    model = kind._from_config(kind.config_class(**fields), attn_implementation="eager")
     with torch.no_grad():
         for param in model.float().eval().parameters():
             param.normal_(float(param.dim() == 1 and param.mean() > 0.5), 0.2 if param.dim() == 1 else 0.12)
@@ -409,3 +410,36 @@ def test_the_line_at_start_tells_the_modules_and_their_cost(tmp_path):
     with start(tmp_path) as llm:
         line = describe(llm.config, llm.model_runner)
     assert "with modules of transformers (1.5 KiB of KV cache a token in 16 bits) on the CPU" in line
+
+
+def test_a_vision_language_model_takes_text_alone(tmp_path):
+    """The line at start says so; neither its vision tower nor the tensors of that are loaded."""
+    text = {"model_type": "cohere2", **SMALL, **PASSES["Cohere2"]}
+    tower = {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
+    model = save("AyaVisionForConditionalGeneration", tmp_path, text_config=text, vision_config=tower, image_token_id=9)
+    assert any("vision_tower" in name for name in load_file(tmp_path / "model.safetensors"))
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.inference_mode():
+        for _ in range(4):
+            ids = torch.cat([ids, model(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    assert tokens(tmp_path) == [ids[0, 3:].tolist()]
+    with start(tmp_path) as llm:
+        assert " with modules of transformers (text alone, " in describe(llm.config, llm.model_runner)
+        assert not any("vision_tower" in name for name, _ in llm.model_runner.model.named_parameters())
+
+
+def test_layers_take_the_kernels_of_the_device(tmp_path, monkeypatch):
+    """They are made on meta, and there the choice of kernels would be the references, on a GPU too."""
+    save("Dots1", tmp_path)
+    select = kernels.select
+
+    def select_for(device_type=None, folder=""):
+        ops = select(device_type, folder)
+        return ops if folder else SimpleNamespace(**vars(ops), device=device_type or torch.get_default_device().type)
+
+    monkeypatch.setattr(kernels, "select", select_for)
+    with start(tmp_path) as llm:
+        modules = [module for module in llm.model_runner.model.modules() if hasattr(module, "ops")]
+        devices = {getattr(module.ops, "device", None) for module in modules}
+    assert len(modules) > 20 and devices == {"cpu"}

@@ -27,13 +27,18 @@ MERGES = ["MergeModulelist", "Concatenate"]  # operations that make one tensor o
 
 
 class Names:
-    """Renames checkpoint tensors to this model's parameters. ``model``: of transformers."""
+    """Renames checkpoint tensors to this model's parameters. ``model``: of transformers.
+
+    Attributes:
+        unused_modules: modules whose tensors are passed over.
+    """
 
     def __init__(self, model: Any):
         from transformers import PreTrainedModel
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, rename_source_key
 
+        self.unused_modules: set[str] = set()
         transforms = get_model_conversion_mapping(model)
         self._converters = [each for each in transforms if isinstance(each, WeightConverter)]
         renamings = [each for each in transforms if not isinstance(each, WeightConverter)]
@@ -68,8 +73,9 @@ class Names:
             whole = self.here(f"{stem}.weight")
             return whole and f"{whole.removesuffix('.weight')}.{kind}"
         renamed, pattern = self._rename(name)
-        is_unused = renamed not in self._known and (self._unused.search(name) or self._unused.search(renamed))
-        if renamed in self._tied or is_unused:
+        is_unused = any(map(self._unused.search, (name, renamed))) and renamed not in self._known
+        is_in_tower = any(renamed.startswith(f"{module}.") for module in self.unused_modules)
+        if renamed in self._tied or is_unused or is_in_tower:
             return ""
         if pattern is None:
             return renamed
