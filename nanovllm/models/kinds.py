@@ -1,4 +1,4 @@
-"""The kinds of mixers and MLPs that a decoder layer may have, and readers of architectures without a row in ``MODELS``.
+"""The kinds of decoders, and of their layers' mixers and MLPs; readers of architectures without a row in ``MODELS``.
 
 Owns a table of each, the only place that names their modules; these are imported when a model has them.
 Imports no torch.
@@ -7,6 +7,11 @@ Imports no torch.
 from importlib import import_module
 from typing import Any
 
+# keyed by ``Family.decoder``
+DECODERS = {
+    "plain": "nanovllm.models.decoder.CausalLM",
+    "gemma4": "nanovllm.models.gemma4.Gemma4ForCausalLM",
+}
 # keyed by ``LayerConfig.mixer``
 MIXERS = {
     "attention": "nanovllm.models.decoder.SelfAttention",
@@ -16,6 +21,7 @@ MIXERS = {
 MLPS = {
     "dense": "nanovllm.models.decoder.MLP",
     "experts": "nanovllm.models.moe.SparseMoE",
+    "dense and experts": "nanovllm.models.gemma4.DenseAndExperts",
 }
 
 # (directory of a checkpoint, architecture) -> a ``ModelConfig``, or None if the reader does not know the architecture
