@@ -99,7 +99,8 @@ MOE_RULES = by_field(
 )
 MOE_NAMES = (  # names of the same field; the first is ours
     ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-    ("num_experts_per_tok", "moe_k", "top_k_experts"), ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
+    ("num_experts_per_tok", "moe_k", "top_k_experts"),
+    ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
     ("routed_scaling_factor", "router_scaling_factor"), ("first_k_dense_replace", "moe_layer_start_index"),
     ("decoder_sparse_step", "moe_layer_interval"),
 )  # fmt: skip
@@ -268,9 +269,9 @@ def _layers(raw: dict[str, Any], given: dict[str, Any], family: Family,
     return tuple(layers)
 
 
-def _heads(given: dict[str, Any], kinds: tuple[str, ...]) -> list[dict[str, int]]:
+def _heads(given: dict[str, Any], kinds: tuple[str, ...]) -> list[dict[str, Any]]:
     """Sizes of heads and numbers of KV heads of the layers."""
-    num_heads, rules = given["num_attention_heads"], {name: optional(SIZE) for name in ("head_dim", "num_key_value_heads")}
+    num_heads, rules = given["num_attention_heads"], by_field(("head_dim num_key_value_heads", optional(SIZE)))
     plain = {
         "head_dim": given["head_dim"] or given["hidden_size"] // num_heads,
         "num_key_value_heads": given["num_key_value_heads"] or num_heads,
@@ -288,11 +289,10 @@ def _heads(given: dict[str, Any], kinds: tuple[str, ...]) -> list[dict[str, int]
             raise CheckpointError(f"{where} has unsupported fields {unknown!r:.300}.")
         changes = {name: value for name, value in check_all(where, changes, rules, CheckpointError).items() if value}
         heads = plain | changes
-        if num_heads % heads["num_key_value_heads"]:
-            raise CheckpointError(
-                f"config.json: {num_heads} attention heads cannot be shared by {heads['num_key_value_heads']} KV heads."
-            )
-        check("config.json", "num_attention_heads * head_dim", num_heads * heads["head_dim"] or 1, SIZE, CheckpointError)
+        head_dim, kv_heads = heads.values()
+        if num_heads % kv_heads:
+            raise CheckpointError(f"config.json: {num_heads} attention heads cannot be shared by {kv_heads} KV heads.")
+        check("config.json", "num_attention_heads * head_dim", num_heads * head_dim or 1, SIZE, CheckpointError)
         found.append(heads)
     return found
 

@@ -51,7 +51,9 @@ class SelfAttention(nn.Module):
         # norms of each head [D], or over the heads of all ranks, with the weights of this rank's heads
         shards = {"": [], "head": [Shard(D, 0, 1, orders.qk)] * 2, "full": [qkv.shards["q"], qkv.shards["k"]]}
         norms: list[Any] = [RMSNorm(x.num_rows, eps, family.norm_offset, shard=x) for x in shards[config.qk_norm]]
-        self.q_norm, self.k_norm = norms[:1] * 2 if layer.shares_kv else norms or [None, None]
+        self.q_norm, self.k_norm = norms or [None, None]
+        if layer.shares_kv:  # the checkpoint has no other
+            self.k_norm = self.q_norm
         self.full_qk_norms = tuple(norms) if config.qk_norm == "full" else None
         self.o_proj = RowParallelLinear(H * D, C, config.o_bias, tp, kinds[1], config.residual_scale, orders.v)
         self.adds_residual = not family.post_norm

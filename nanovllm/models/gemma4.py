@@ -8,7 +8,7 @@ Legend: T packed tokens, N sampled tokens, C hidden size, L layers, P size of a 
 """
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +46,7 @@ class DenseAndExperts(MLP):
         self.expert_scales = nn.Parameter(torch.empty(config.moe.num_experts), requires_grad=False)
         self.experts = Experts(config, config.moe, layer, tp)
 
-    def forward(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
+    def forward(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context) -> Any:
         """residual [T, C] -> this rank's partial sums of MLP and experts, [2, T, C], or two tensors of one rank."""
         slot_mapping = context.slot_mapping
         if len(residual) < len(slot_mapping):  # the last layer of a prefill
@@ -77,6 +77,8 @@ class BranchNorm(RMSNorm):
 
 
 class Gemma4Layer(DecoderLayer):
+    index: int  # its place in the decoder
+
     def __init__(self, config: ModelConfig, layer: LayerConfig, rope: RotaryEmbedding | None,
                  backend: AttentionBackend, tp: TPGroup):
         super().__init__(config, layer, rope, backend, tp)
@@ -90,8 +92,8 @@ class Gemma4Layer(DecoderLayer):
                 ReplicatedLinear(C, P, tp=tp), ReplicatedLinear(P, C, tp=tp)
             )  # fmt: skip
             last = self.post_per_layer_input_norm = RMSNorm(C, eps)
-        assert last is not None
-        last.sum_scale = self.layer_scalar
+        if last is not None:
+            last.sum_scale = self.layer_scalar
 
     def forward(self, residual: torch.Tensor, context: Context) -> torch.Tensor:
         residual = super().forward(residual, context)
@@ -113,7 +115,8 @@ class Gemma4Decoder(Decoder):
         C, L, P = config.hidden_size, config.num_hidden_layers, config.per_layer_size
         self.num_storing = sum(not layer.shares_kv for layer in config.layers)  # the first layers
         storing: dict[str, Attention] = {}  # the last attention of each kind that has keys and values of its own
-        for i, (of_layer, layer) in enumerate(zip(config.layers, self.layers, strict=True)):
+        layers: Any = self.layers
+        for i, (of_layer, layer) in enumerate(zip(config.layers, layers, strict=True)):
             layer.index = i
             if of_layer.shares_kv:
                 layer.self_attn.attn = storing[of_layer.kind]
