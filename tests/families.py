@@ -86,7 +86,7 @@ CASES: dict[str, tuple[str, dict]] = {
         "use_double_wide_mlp": True,
     }),
     "gemma4-unified": ("Gemma4UnifiedText", {
-        **GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "final_logit_softcapping": None,
+        **GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
     }),
     "ministral3": ("Ministral3", {**HEAD, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8,
                                                               "llama_4_scaling_beta": 0.3}}),

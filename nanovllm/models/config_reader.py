@@ -280,10 +280,13 @@ def _heads(given: dict[str, Any], kinds: tuple[str, ...]) -> list[dict[str, Any]
     if given["attention_k_eq_v"]:
         of_full["num_key_value_heads"] = given["num_global_key_value_heads"]
     if own is None:
-        own = {str(i): of_full for i, kind in enumerate(kinds) if kind == "full_attention"}
+        own = {i: of_full for i, kind in enumerate(kinds) if kind == "full_attention"}
+    elif unknown := [name for name in own if not name.isdecimal() or int(name) >= len(kinds)]:
+        raise CheckpointError(f"config.json: per_layer_config has {unknown[0]!r:.100}, which is no layer.")
+    own = {int(name): changes for name, changes in own.items()}
     found = []
     for i in range(len(kinds)):
-        where, changes = f"config.json: per_layer_config: {i}", own.get(str(i), {})
+        where, changes = f"config.json: per_layer_config: {i}", own.get(i, {})
         changes = check(where, "fields", changes, OBJECT, CheckpointError) or {}
         if unknown := {name: value for name, value in changes.items() if name not in rules}:
             raise CheckpointError(f"{where} has unsupported fields {unknown!r:.300}.")
@@ -320,8 +323,8 @@ def _kinds(given: dict[str, Any], family: Family, window: int) -> tuple[str, ...
             "config.json: all layers are 'linear_attention', by layer_types or full_attention_interval; models without "
             "an attention layer are not supported."
         )
-    if family.decoder == "gemma4" and kinds[-1] != "full_attention":
-        raise CheckpointError("config.json: layer_types must end with 'full_attention' for this architecture.")
+    if family.decoder == "gemma4":  # transformers makes the last layer full, whatever the file says
+        kinds = (*kinds[:-1], "full_attention")
     if "sliding_attention" in kinds and not window:
         raise CheckpointError("config.json: layer_types has 'sliding_attention' without a sliding_window.")
     slides, by_rule_slides = ([kind == "sliding_attention" for kind in each] for each in (kinds, by_rule))

@@ -228,7 +228,7 @@ def add_branch_norms(first, second, first_weight, second_weight, weight, eps, re
         post_norm_kernel, (num_tokens,), first, weight, second, first_weight, second_weight, scale, residual,
         first.stride(0), 0 if second is None else second.stride(0), residual.stride(0), eps,
         NUM_CHANNELS=num_channels, BLOCK_C=block_c, num_warps=min(16, max(1, block_c // 256)),
-        **launch_options(x.device),
+        **launch_options(first.device),
     )  # fmt: skip
     return residual
 
