@@ -23,7 +23,7 @@ from nanovllm.layers.attention_backends import select_backend
 from nanovllm.layers.context import Context
 from nanovllm.models.config import LayerConfig, ModelConfig
 from nanovllm.models.config_reader import read_model_config
-from nanovllm.models.kinds import load_kind
+from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import load_model
 from nanovllm.runner.memory import allocate_kv_cache
 
@@ -40,7 +40,7 @@ REPRESENTATIVES = ("llama", "qwen2-late-windows", "granite", "glm4", "gemma3", "
 def logits_of(path, config=None, ids=IDS):
     """fp32 logits [len(ids), V] of a prefill; ``config`` instead of the checkpoint's own."""
     config = config or read_model_config(path).for_length(256)
-    model = load_kind(config.model_class)(config, select_backend("auto", "cpu", torch.float32), SINGLE_RANK)
+    model = CausalLM(config, select_backend("auto", "cpu", torch.float32), SINGLE_RANK)
     load_model(model, path)
     allocate_kv_cache(model, 4, 16, torch.float32, torch.device("cpu"))
     positions = torch.arange(len(ids), dtype=torch.int32)

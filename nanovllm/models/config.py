@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import ConfigError
 from nanovllm.models.families import Family
-from nanovllm.models.kinds import DECODERS
 from nanovllm.models.rope import RopeScaling
 from nanovllm.quantization.fields import linears
 from nanovllm.quantization.fp8.rules import RENAMED_TENSORS, UNUSED_TENSORS, Fp8
@@ -62,6 +61,11 @@ class LayerConfig:
     # by key of ``linears``, or by part where parts differ; these become 16 bits
     packed_schemes: tuple[tuple[str, "PackedScheme"], ...] = ()
 
+    @property
+    def num_stored_heads(self) -> int:
+        """KV heads that this layer stores."""
+        return 0 if self.shares_kv else self.num_key_value_heads
+
     def for_length(self, max_model_len: int) -> "LayerConfig":
         """Adapt to requests of at most ``max_model_len`` tokens: a window that holds them all is dropped."""
         window = self.window if self.window < max_model_len else 0
@@ -107,9 +111,7 @@ class ModelConfig:
     dtype: str
     eos_token_ids: tuple[int, ...]
 
-    @property
-    def model_class(self) -> str:
-        return DECODERS[self.family.decoder]
+    model_class = "nanovllm.models.decoder.CausalLM"
 
     @property
     def attention_layers(self) -> tuple[LayerConfig, ...]:

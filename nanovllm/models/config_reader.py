@@ -281,8 +281,8 @@ def _heads(given: dict[str, Any], kinds: tuple[str, ...]) -> list[dict[str, Any]
         of_full["num_key_value_heads"] = given["num_global_key_value_heads"]
     if own is None:
         own = {i: of_full for i, kind in enumerate(kinds) if kind == "full_attention"}
-    elif unknown := [name for name in own if not name.isdecimal() or int(name) >= len(kinds)]:
-        raise CheckpointError(f"config.json: per_layer_config has {unknown[0]!r:.100}, which is no layer.")
+    elif strange := [name for name in own if not name.isdecimal() or int(name) >= len(kinds)]:
+        raise CheckpointError(f"config.json: per_layer_config has {strange[0]!r:.100}, which is no layer.")
     own = {int(name): changes for name, changes in own.items()}
     found = []
     for i in range(len(kinds)):

@@ -27,7 +27,7 @@ from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, head_orders
 from nanovllm.layers.weight_loader import Shard, row_loader
 from nanovllm.models.config import LayerConfig, ModelConfig
-from nanovllm.models.kinds import MIXERS, MLPS, load_kind
+from nanovllm.models.kinds import DECODERS, MIXERS, MLPS, load_kind
 from nanovllm.quantization.weights import new_bias
 
 
@@ -41,8 +41,7 @@ class SelfAttention(nn.Module):
                  tp: TPGroup):
         super().__init__()
         family, C, D = config.family, config.hidden_size, rope.head_dim
-        H, eps = config.num_attention_heads, config.rms_norm_eps
-        K = 0 if layer.shares_kv else layer.num_key_value_heads
+        H, K, eps = config.num_attention_heads, layer.num_stored_heads, config.rms_norm_eps
         kinds = [config.precision(layer, name) for name in ("self_attn.qkv_proj", "self_attn.o_proj")]
         orders = head_orders(layer.head_dim, D, rope.num_rotated, family.interleaved)
         self.qkv_proj = qkv = QKVParallelLinear(
@@ -52,8 +51,6 @@ class SelfAttention(nn.Module):
         shards = {"": [], "head": [Shard(D, 0, 1, orders.qk)] * 2, "full": [qkv.shards["q"], qkv.shards["k"]]}
         norms: list[Any] = [RMSNorm(x.num_rows, eps, family.norm_offset, shard=x) for x in shards[config.qk_norm]]
         self.q_norm, self.k_norm = norms or [None, None]
-        if layer.shares_kv:  # the checkpoint has no other
-            self.k_norm = self.q_norm
         self.full_qk_norms = tuple(norms) if config.qk_norm == "full" else None
         self.o_proj = RowParallelLinear(H * D, C, config.o_bias, tp, kinds[1], config.residual_scale, orders.v)
         self.adds_residual = not family.post_norm
@@ -72,8 +69,7 @@ class SelfAttention(nn.Module):
         # The epilogue of the QKV product; ``forward`` adds the step's tokens and the cache, which moves at a wake-up.
         self.qk = partial(
             QKVEpilogue, q_weight=weights[0], k_weight=weights[1], eps=eps, cos_sin=rope.cos_sin,
-            num_heads=qkv.num_heads, num_kv_heads=qkv.num_kv_heads, kv_scale=self.attn.kv_scale,
-            v_norm=family.v_norm,
+            num_heads=qkv.num_heads, num_kv_heads=qkv.num_kv_heads, kv_scale=self.attn.kv_scale, v_norm=family.v_norm,
         )  # fmt: skip
 
     def forward(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
@@ -140,12 +136,10 @@ class DecoderLayer(nn.Module):
 
     def forward(self, residual: torch.Tensor, context: Context) -> torch.Tensor:
         """residual [T, C] -> [T, C]; [N, C] with ``context.logits_indices``."""
-        # without a post-norm, the sublayer has added the residual
         y = self.tp.all_reduce(getattr(self, self.mixer_name)(residual, self.input_layernorm, context))
-        if self.mixer_post_norm is not None:
-            if len(y) < len(residual):  # the last layer of a prefill
-                residual = residual[context.logits_indices]
-            y = self.mixer_post_norm.add_to(residual, y)
+        if self.mixer_post_norm is not None:  # else the mixer has added the residual
+            rows = residual if len(y) == len(residual) else residual[context.logits_indices]  # in the last layer
+            y = self.mixer_post_norm.add_to(rows, y)
         residual, y = y, self.tp.all_reduce(self.mlp(y, self.post_attention_layernorm, context))
         return y if self.mlp_post_norm is None else self.mlp_post_norm.add_to(residual, y)
 
@@ -164,8 +158,7 @@ class Decoder(nn.Module):
             tables[rope, head_dim] = RotaryEmbedding(D, max_position, *scaled)
         self.ropes = nn.ModuleList(tables.values())
         self.layers = nn.ModuleList(
-            self.layer_class(config, layer, tables.get((layer.rope, layer.head_dim)), backend, tp)
-            for layer in config.layers
+            self.layer_class(config, x, tables.get((x.rope, x.head_dim)), backend, tp) for x in config.layers
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.family.norm_offset, config.logit_scale)
 
@@ -184,11 +177,9 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """A decoder and its head, of tokens or labels, built on torch's default device and dtype, weights uninitialised."""
 
-    decoder_class: ClassVar[type[Decoder]] = Decoder
-
     def __init__(self, config: ModelConfig, backend: AttentionBackend, tp: TPGroup):
         super().__init__()
-        self.config, self.model = config, self.decoder_class(config, backend, tp)
+        self.config, self.model = config, load_kind(DECODERS[config.family.decoder])(config, backend, tp)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, softcap=config.logit_softcap)
         if config.tie_word_embeddings or not config.has_lm_head:  # nobody reads it without an LM head
             self.lm_head.weight = self.model.embed_tokens.weight

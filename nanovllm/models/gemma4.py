@@ -24,7 +24,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.config import LayerConfig, ModelConfig
-from nanovllm.models.decoder import MLP, CausalLM, Decoder, DecoderLayer
+from nanovllm.models.decoder import MLP, Decoder, DecoderLayer
 from nanovllm.models.moe import Experts, Router
 
 PER_LAYER = "per_layer_inputs"  # key of ``Context.tensors``, [T, L, P]
@@ -118,8 +118,8 @@ class Gemma4Decoder(Decoder):
         layers: Any = self.layers
         for i, (of_layer, layer) in enumerate(zip(config.layers, layers, strict=True)):
             layer.index = i
-            if of_layer.shares_kv:
-                layer.self_attn.attn = storing[of_layer.kind]
+            if of_layer.shares_kv:  # q alone is computed and normed
+                layer.self_attn.attn, layer.self_attn.k_norm = storing[of_layer.kind], layer.self_attn.q_norm
             storing[of_layer.kind] = layer.self_attn.attn
         self.per_layer_size = P
         if P:
@@ -160,7 +160,3 @@ def of_last_tokens(context: Context, rows: torch.Tensor) -> Context:
         context.last_tokens_only(), positions=context.positions[rows], slot_mapping=context.slot_mapping[rows],
         rope_rows=rope_rows, tensors=tensors,
     )  # fmt: skip
-
-
-class Gemma4ForCausalLM(CausalLM):
-    decoder_class: ClassVar[type[Decoder]] = Gemma4Decoder

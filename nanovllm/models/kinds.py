@@ -9,8 +9,8 @@ from typing import Any
 
 # keyed by ``Family.decoder``
 DECODERS = {
-    "plain": "nanovllm.models.decoder.CausalLM",
-    "gemma4": "nanovllm.models.gemma4.Gemma4ForCausalLM",
+    "plain": "nanovllm.models.decoder.Decoder",
+    "gemma4": "nanovllm.models.gemma4.Gemma4Decoder",
 }
 # keyed by ``LayerConfig.mixer``
 MIXERS = {

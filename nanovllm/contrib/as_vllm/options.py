@@ -257,9 +257,8 @@ def num_blocks_in(num_bytes: Any, model: str, given: dict[str, Any]) -> int:
     bytes_of_one = 1 if given.get("kv_cache_dtype", "auto") != "auto" else 4 if has_four_bytes else 2
     num_ranks, values = given.get("tensor_parallel_size") or 1, 0
     for layer in config.attention_layers:
-        if not layer.shares_kv:  # kernels pad heads
-            head_dim = layer.head_dim if is_cpu else max(16, 1 << (layer.head_dim - 1).bit_length())
-            values += 2 * max(1, layer.num_key_value_heads // num_ranks) * head_dim
+        head_dim = layer.head_dim if is_cpu else max(16, 1 << (layer.head_dim - 1).bit_length())  # as kernels pad it
+        values += 2 * -(-layer.num_stored_heads // num_ranks) * head_dim
     block = values * given["kvcache_block_size"] * bytes_of_one
     if not isinstance(num_bytes, int) or num_bytes < block:
         raise ConfigError(
