@@ -28,11 +28,7 @@ def time_step(dt, dt_bias):
 @triton.jit
 def load_or_zero(ptr, offsets):
     """fp32 values at ptr + offsets; 0 if ptr is None."""
-    if ptr is None:
-        x = tl.zeros(offsets.shape, tl.float32)
-    else:
-        x = tl.load(ptr + offsets).to(tl.float32)
-    return x
+    return tl.zeros(offsets.shape, tl.float32) if ptr is None else tl.load(ptr + offsets).to(tl.float32)
 
 
 @triton.jit
