@@ -26,19 +26,16 @@ from .reference import CHUNK
 
 @triton.jit
 def conv_chunk(
-    u_ptr, conv_ptr, bias_ptr, ring_ptr, channels, num_tokens, num_before, position, is_restored, u_stride,
+    u_ptr, conv_ptr, ring_ptr, channels, num_tokens, num_before, position, is_restored, u_stride,
     CHANNELS: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """silu of the convolution [C, N] of ``channels`` [N], of u's dtype.
 
     u_ptr: the chunk's first token of ``num_tokens``; ``num_before`` tokens of its sequence precede it in this launch.
-    bias_ptr: [CHANNELS], or None.
     ring_ptr: with ``is_restored``, the inputs before ``position``, the first token's position.
     """
     offs_c = tl.arange(0, C)
     y = tl.zeros([C, channels.shape[0]], tl.float32)
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + channels).to(tl.float32)[None, :]
     for i in tl.static_range(W):
         weight = tl.load(conv_ptr + channels * W + W - 1 - i).to(tl.float32)
         mask = (offs_c < num_tokens) & (offs_c - i >= -num_before)
@@ -86,7 +83,7 @@ def _conv_kernel(
     mask = offs_c < num_tokens
     if head < 2 * HK:
         x = conv_chunk(
-            u_ptr, conv_ptr, None, ring_ptr, head * K + offs_k, num_tokens, num_before, position, is_restored, u_stride,
+            u_ptr, conv_ptr, ring_ptr, head * K + offs_k, num_tokens, num_before, position, is_restored, u_stride,
             CHANNELS, W, C,
         ).to(tl.float32)  # fmt: skip
         x *= inverse_length(x, 1) * tl.where(head < HK, K**-0.5, 1.0)
@@ -95,8 +92,8 @@ def _conv_kernel(
     else:
         v_head = head - 2 * HK
         v = conv_chunk(
-            u_ptr, conv_ptr, None, ring_ptr, 2 * HK * K + v_head * V + offs_v, num_tokens, num_before, position,
-            is_restored, u_stride, CHANNELS, W, C,
+            u_ptr, conv_ptr, ring_ptr, 2 * HK * K + v_head * V + offs_v, num_tokens, num_before, position, is_restored,
+            u_stride, CHANNELS, W, C,
         )  # fmt: skip
         tl.store(y_ptr + (first * HV + v_head) * V + offs_c * (HV * V) + offs_v[None, :], v, mask)
 

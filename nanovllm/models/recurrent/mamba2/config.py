@@ -1,0 +1,107 @@
+"""The Mamba-2 layers of a model, as ``config.json`` describes them. Imports no torch."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from nanovllm.errors import CheckpointError
+from nanovllm.models.recurrent import RecurrentConfig, StateShape
+from nanovllm.models.rope import POSITIVE, SIZE
+from nanovllm.validation import BOOLEAN, Rule, by_field, check, choice, list_of, optional
+
+# Names of the same field; the first is ours, as Granite and Falcon have them. The others are Nemotron's.
+NAMES = (
+    ("mamba_n_heads", "mamba_num_heads"), ("mamba_d_head", "mamba_head_dim"), ("mamba_n_groups", "n_groups"),
+    ("mamba_d_state", "ssm_state_size"), ("mamba_d_conv", "conv_kernel"), ("mamba_conv_bias", "use_conv_bias"),
+)  # fmt: skip
+OLD_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}  # in files older than transformers 5
+LETTERS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}  # of ``hybrid_override_pattern``
+SCALES = Rule("a list of five positive numbers", lambda x: x is None or len(x) == 5 and all(map(POSITIVE.accepts, x)),
+              lambda x: tuple(x or (1.0,) * 5))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mamba2Config(RecurrentConfig):
+    num_heads: int
+    num_groups: int  # heads of a group have B and C in common, and are normalised together
+    head_dim: int
+    state_dim: int
+    conv_size: int  # tokens that the convolution sees
+    has_conv_bias: bool
+    norm: str  # "gated": of the gated result; "first": before the gate; "": only the gate
+    input_scales: tuple[float, ...]  # factors of z, x, B, C and dt
+    output_scale: float
+
+    operations: ClassVar = "mamba2"
+    mixers: ClassVar = {
+        "linear_attention": "mamba2", "hybrid": "mamba2_beside_attention", "mlp": "", "moe": "",
+    }  # fmt: skip
+    mlps: ClassVar = {}
+    rules: ClassVar = by_field(
+        ("mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv", SIZE),
+        ("mamba_conv_bias mamba_rms_norm mamba_norm_before_gate", optional(BOOLEAN)),
+        ("ssm_multipliers", SCALES),
+        ("ssm_in_multiplier ssm_out_multiplier", Rule("a number > 0 or None", optional(POSITIVE).accepts,
+                                                      lambda x: 1.0 if x is None else float(x))),
+        ("mamba_proj_bias projectors_bias", optional(choice(False))),
+        ("time_step_limit", optional(list_of(choice(0, float("inf")), "[0, Infinity], which changes nothing"))),
+    )  # fmt: skip
+    layers_field: ClassVar = "layers_block_type"
+
+    @classmethod
+    def normalized(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        """The fields under Granite's names, and the kinds of layers as transformers 5 calls them."""
+        raw = dict(raw)
+        for ours, *others in NAMES:
+            raw[ours] = next((raw[name] for name in (ours, *others) if raw.get(name) is not None), None)
+        kinds = next((raw[name] for name in ("layer_types", "layers_block_type") if raw.get(name)), None)
+        if kinds is None and isinstance(raw.get("hybrid_override_pattern"), str):
+            kinds = [LETTERS.get(letter, letter) for letter in raw["hybrid_override_pattern"]]
+        if isinstance(kinds, (list, tuple)):
+            raw["layer_types"] = [OLD_TYPES.get(kind, kind) for kind in kinds]
+        if raw["mamba_d_head"] in (None, "auto"):
+            raw["mamba_d_head"] = raw.get("mamba_d_ssm") or raw.get("mamba_expand", 2) * raw["hidden_size"]
+            raw["mamba_d_head"] //= raw["mamba_n_heads"]
+        return raw
+
+    @classmethod
+    def read(cls, given: dict[str, Any]) -> Self:
+        heads, groups = given["mamba_n_heads"], given["mamba_n_groups"]
+        width = check("config.json", "mamba_n_heads * mamba_d_head", heads * given["mamba_d_head"], SIZE,
+                      CheckpointError)  # fmt: skip
+        check("config.json", "mamba_n_groups * mamba_d_state", groups * given["mamba_d_state"], SIZE, CheckpointError)
+        if heads % groups:
+            raise CheckpointError(f"config.json: {heads} heads of Mamba cannot share {groups} groups.")
+        widths = {"mamba_d_ssm": given.get("mamba_d_ssm"), "mamba_expand * hidden_size": None}
+        if widths["mamba_d_ssm"] is None and given.get("mamba_expand"):
+            widths["mamba_expand * hidden_size"] = given["mamba_expand"] * given["hidden_size"]
+        for name, value in widths.items():
+            if value not in (None, width):
+                raise CheckpointError(f"config.json: {name} is {value}, but mamba_n_heads * mamba_d_head is {width}.")
+        norm = "first" if given["mamba_norm_before_gate"] else "gated"
+        scales = [given["ssm_in_multiplier"] * scale for scale in given["ssm_multipliers"]]
+        return cls(
+            heads, groups, given["mamba_d_head"], given["mamba_d_state"], given["mamba_d_conv"],
+            given["mamba_conv_bias"] is not False, "" if given["mamba_rms_norm"] is False else norm,
+            tuple(scales), given["ssm_out_multiplier"],
+        )  # fmt: skip
+
+    @classmethod
+    def layer_type(cls, given: dict[str, Any], layer: int) -> str:
+        return "hybrid"  # Falcon's files leave it out, as all are alike
+
+    def state_shapes(self, num_ranks: int) -> tuple[StateShape, ...]:
+        """The convolution's ring, and S of each head."""
+        heads = self.num_heads // num_ranks
+        channels = heads * self.head_dim + 2 * self.num_groups // self.group_ranks(num_ranks) * self.state_dim
+        return (
+            StateShape((self.conv_size, channels), accumulates=False),
+            StateShape((heads, self.head_dim, self.state_dim), accumulates=True),
+        )
+
+    def group_ranks(self, num_ranks: int) -> int:
+        """Ranks that groups are divided over; 1: all ranks have the only group."""
+        return 1 if self.num_groups == 1 else num_ranks
+
+    def divided(self) -> tuple[tuple[str, int], ...]:
+        groups = (("groups of Mamba's heads", self.num_groups),) if self.num_groups > 1 else ()
+        return (("heads of Mamba", self.num_heads), *groups)
