@@ -11,8 +11,8 @@ from conftest import TINY
 
 from nanovllm.errors import CheckpointError
 from nanovllm.models import MODELS
-from nanovllm.models.config import GatedDeltaConfig
 from nanovllm.models.config_reader import model_config
+from nanovllm.models.recurrent.gated_delta_net.config import GatedDeltaConfig
 from nanovllm.models.rope import RopeScaling
 
 SHARED = {"hidden_act": "silu", "torch_dtype": "bfloat16", "use_cache": True, "transformers_version": "4.45.0"}
@@ -341,7 +341,7 @@ PUBLISHED = {
         mlp_only_layers=[], moe_intermediate_size=512, norm_topk_prob=True, num_experts=512, num_experts_per_tok=10,
         partial_rotary_factor=0.25, rope_scaling=None, rope_theta=10000000, shared_expert_intermediate_size=512,
         tie_word_embeddings=False, eos_token_id=151645), dict(head_dim=256,
-        ropes=(rope(1e7, 262144, partial_rotary_factor=0.25),) * 12, gated_delta=DELTA,
+        ropes=(rope(1e7, 262144, partial_rotary_factor=0.25),) * 12, recurrent=DELTA,
         moe=moe(512, 10, 512, shared_size=512))),
     "Qwen3.6-27B": ("Qwen3_5ForConditionalGeneration", {
         "model_type": "qwen3_5", "image_token_id": 248056, "vision_config": {"model_type": "qwen3_5", "depth": 27},
@@ -349,15 +349,15 @@ PUBLISHED = {
     }, {
         "head_dim": 256, "num_hidden_layers": 64, "hidden_size": 5120, "eos_token_ids": (248044,),
         "ropes": (rope(1e7, 262144, partial_rotary_factor=0.25),) * 16,
-        "gated_delta": replace(DELTA, num_value_heads=48),
+        "recurrent": replace(DELTA, num_value_heads=48),
     }),
     "Qwen3.5-9B, its text": ("Qwen3_5ForCausalLM", QWEN3_5 | shape(4096, 12288, 32, 16, 4, 248320, 262144, 1e-6,
         linear_num_value_heads=32), dict(head_dim=256, ropes=(rope(1e7, 262144, partial_rotary_factor=0.25),) * 8,
-        gated_delta=DELTA)),
+        recurrent=DELTA)),
     **{
         f"Qwen3.6-35B-A3B, {architecture}": (architecture, given, {
             "head_dim": 256, "num_hidden_layers": 40, "num_key_value_heads": 2, "intermediate_size": 512,
-            "ropes": (rope(1e7, 262144, partial_rotary_factor=0.25),) * 10, "gated_delta": DELTA,
+            "ropes": (rope(1e7, 262144, partial_rotary_factor=0.25),) * 10, "recurrent": DELTA,
             "moe": moe(256, 8, 512, shared_size=512),
         }) for architecture, given in (
             ("Qwen3_5MoeForCausalLM", QWEN3_5_MOE),

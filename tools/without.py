@@ -34,10 +34,14 @@ FEATURES = {
         r"SpeculativeScheduler|\bDrafts\b", ("test_speculation.py",),
     ),
     "hybrids": Feature(
-        ("engine/hybrid", "messages/recurrent.py", "runner/recurrent.py", "models/gated_delta_net.py",
-         "kernels/gated_delta"),
+        ("engine/hybrid", "messages/recurrent.py", "runner/recurrent.py", "models/recurrent/mixer.py",
+         "models/recurrent/gated_delta_net", "kernels/gated_delta", "kernels/recurrent"),
         r"HybridBlockManager|RecurrentStates|gated_delta_net",
         ("test_hybrids.py", "engine/test_snapshots.py", "kernels/test_gated_delta.py"),
+    ),
+    "gated_delta_net": Feature(
+        ("models/recurrent/gated_delta_net", "kernels/gated_delta"), r"gated_delta_net",
+        ("test_hybrids.py", "kernels/test_gated_delta.py"),
     ),
     "cascade": Feature(
         ("runner/cascade.py",), r"\bCascade\b", ("test_shared_prefixes.py", "runner/test_cascade.py"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import ConfigError
 from nanovllm.models.families import Family
+from nanovllm.models.recurrent import RecurrentConfig
 from nanovllm.models.rope import RopeScaling
 from nanovllm.quantization.fields import linears
 from nanovllm.quantization.fp8.rules import RENAMED_TENSORS, UNUSED_TENSORS, Fp8
@@ -33,17 +34,6 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
-class GatedDeltaConfig:
-    """The gated delta net of the recurrent layers."""
-
-    num_key_heads: int
-    num_value_heads: int  # a multiple of ``num_key_heads``
-    key_dim: int  # per head
-    value_dim: int  # per head
-    conv_size: int  # tokens that the convolution before it sees
-
-
-@dataclass(frozen=True)
 class LayerConfig:
     """The switches of one decoder layer."""
 
@@ -54,6 +44,11 @@ class LayerConfig:
     fp8_linears: frozenset[str] = frozenset()  # keys of ``linears`` whose layers are FP8
     # by key of ``linears``, or by part where parts differ; these become 16 bits
     packed_schemes: tuple[tuple[str, "PackedScheme"], ...] = ()
+
+    @property
+    def attends(self) -> bool:
+        """Whether it has keys and values, maybe beside a state."""
+        return self.mixer.endswith("attention")
 
     def for_length(self, max_model_len: int) -> "LayerConfig":
         """Adapt to requests of at most ``max_model_len`` tokens: a window that holds them all is dropped."""
@@ -92,7 +87,7 @@ class ModelConfig:
     num_labels: int  # outputs of a classification head; 0 without one
     activation: str  # activation of those outputs: "softmax", "sigmoid" or "" for none
     label_tokens: tuple[str, ...]  # a reranker's tokens whose logits are its head, the answer "no" first
-    gated_delta: GatedDeltaConfig | None  # None without recurrent layers
+    recurrent: RecurrentConfig | None  # None without recurrent layers
     num_nextn_predict_layers: int  # layers for speculation, which the checkpoint stores after the others
     quant_method: str | None  # the checkpoint's format; None: not quantized. "mxfp4": its experts are MXFP4
     # Width and height of the square of FP8 weights that share a scale; 0: a scale for each output feature; None: no
@@ -114,7 +109,7 @@ class ModelConfig:
     @property
     def ropes(self) -> tuple[RopeScaling | None, ...]:
         """Rotary settings of the attention layers; None: not rotated."""
-        return tuple(layer.rope for layer in self.layers if layer.mixer == "attention")
+        return tuple(layer.rope for layer in self.layers if layer.attends)
 
     def for_length(self, max_model_len: int) -> "ModelConfig":
         """Adapt the layers to requests of at most ``max_model_len`` tokens."""
@@ -134,7 +129,7 @@ class ModelConfig:
                 f"quantization='fp8', but the checkpoint's weights are {noun} ({self.quant_method}). "
                 "Leave it out, or take the 16-bit checkpoint."
             )
-        names = frozenset(linears(self.moe.num_experts if self.moe else 0, self.gated_delta is not None))
+        names = frozenset(linears(self.moe.num_experts if self.moe else 0, self.family.recurrent))
         layers = tuple(replace(layer, fp8_linears=names) for layer in self.layers)
         return self if self.quant_method else replace(self, layers=layers, fp8=0)
 
@@ -205,7 +200,7 @@ class ModelConfig:
             ("intermediate units", self.intermediate_size),
             ("intermediate units of an expert", self.moe.expert_size if self.moe else 0),
             ("intermediate units of the shared expert", self.moe.shared_size if self.moe else 0),
-            ("key heads of linear attention", self.gated_delta.num_key_heads if self.gated_delta else 0),
+            *(self.recurrent.divided() if self.recurrent else ()),
         ):
             if count % size:
                 raise ConfigError(f"tensor_parallel_size={size} must divide the model's {count} {what}.")

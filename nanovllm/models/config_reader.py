@@ -12,9 +12,10 @@ from typing import Any
 
 from nanovllm.errors import CheckpointError
 from nanovllm.models import MODELS
-from nanovllm.models.config import GatedDeltaConfig, LayerConfig, ModelConfig, MoEConfig
+from nanovllm.models.config import LayerConfig, ModelConfig, MoEConfig
 from nanovllm.models.families import SWITCHES, Family
-from nanovllm.models.kinds import MIXERS, READERS, load_kind
+from nanovllm.models.kinds import READERS, RECURRENT, load_kind
+from nanovllm.models.recurrent import RecurrentConfig
 from nanovllm.models.rope import DEFAULT_MAX_POSITION, OBJECT, POSITIVE, SIZE, RopeScaling, supported
 from nanovllm.quantization import read_quantization
 from nanovllm.utils.checkpoint import TOKEN_IDS, read_json, tensor_names
@@ -52,14 +53,18 @@ ARCHITECTURES = Rule(
     f"one of {', '.join(MODELS)} (others are not supported)",
     lambda x: isinstance(x, (list, tuple)) and len(x) == 1 and isinstance(x[0], str) and with_lm_head(x[0]) in MODELS,
 )
-LAYER_TYPES = list_of(
-    choice("full_attention", "sliding_attention", "linear_attention"),
-    "a list of 'full_attention', 'sliding_attention' or 'linear_attention' (others are not supported)",
-)
+
+
+def layer_types(*recurrent: str) -> Rule:
+    names = ("full_attention", "sliding_attention", *recurrent)
+    listed = f"{', '.join(map(repr, names[:-1]))} or {names[-1]!r}"
+    return list_of(choice(*names), f"a list of {listed} (others are not supported)")
+
+
 
 
 RULES = by_field(
-    ("layer_types", LAYER_TYPES),
+    ("layer_types", layer_types("linear_attention")),
     ("hidden_act", supported(*ACTIVATIONS)),
     ("vocab_size hidden_size intermediate_size num_attention_heads max_position_embeddings", SIZE),
     ("num_hidden_layers", LAYERS),
@@ -99,11 +104,8 @@ MOE_NAMES = (  # names of the same field; the first is ours
     ("routed_scaling_factor", "router_scaling_factor"), ("first_k_dense_replace", "moe_layer_start_index"),
     ("decoder_sparse_step", "moe_layer_interval"),
 )  # fmt: skip
-DELTA_RULES = by_field(
-    ("linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim", SIZE),
-    ("linear_conv_kernel_dim full_attention_interval", SIZE),
-    ("attn_output_gate", optional(choice(True))),
-)
+# by kind of layers with states
+RECURRENT_CONFIGS: dict[str, type[RecurrentConfig]] = {name: load_kind(path) for name, path in RECURRENT.items()}
 # values of absent fields; any other field is required unless its rule allows None
 DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": DEFAULT_MAX_POSITION, "rms_norm_eps": 1e-6}
 
@@ -137,7 +139,9 @@ def model_config(raw: dict[str, Any], files: Sequence[Path] = ()) -> ModelConfig
     ``files``: of the weights.
     """
     family, raw = _normalized(raw)
-    rules = RULES | (MOE_RULES if family.experts else {}) | (DELTA_RULES if family.recurrent else {})
+    recurrent = RECURRENT_CONFIGS.get(family.recurrent)
+    rules = RULES | (MOE_RULES if family.experts else {})
+    rules |= recurrent.rules | {"layer_types": layer_types(*recurrent.mixers)} if recurrent else {}
     given = check_all("config.json", raw, rules, CheckpointError)
     heads, hidden = given["num_attention_heads"], given["hidden_size"]
     kv_heads = given["num_key_value_heads"] or heads
@@ -185,7 +189,7 @@ def model_config(raw: dict[str, Any], files: Sequence[Path] = ()) -> ModelConfig
         "num_labels": num_labels,
         "activation": LABEL_ACTIVATIONS.get(given["problem_type"], "softmax" if num_labels > 1 else "sigmoid"),
         "label_tokens": label_tokens,
-        "gated_delta": _gated_delta(given) if family.recurrent else None,
+        "recurrent": recurrent.read(given) if recurrent else None,
         "quant_method": quant_method,
         "fp8": fp8,
         "eos_token_ids": given["eos_token_id"],
@@ -200,6 +204,8 @@ def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     """
     (name,) = check("config.json", "architectures", raw.get("architectures"), ARCHITECTURES, CheckpointError)
     family, name = MODELS[with_lm_head(name)], with_lm_head(name)
+    if family.recurrent and family.recurrent not in RECURRENT:
+        raise CheckpointError(f"config.json: layers of kind {family.recurrent!r} are not supported here.")
     # the language model's fields, in a model that also has a vision tower
     text = check("config.json", "text_config", raw.get("text_config"), OBJECT, CheckpointError) or {}
     kept = ("architectures", "eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
@@ -221,10 +227,10 @@ def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
             raw[names[0]] = next((raw[name] for name in names if raw.get(name) is not None), None)
         raw["moe_intermediate_size"] = raw.get("moe_intermediate_size") or raw.get("intermediate_size")
         raw["intermediate_size"] = raw.get("intermediate_size") or raw["moe_intermediate_size"]  # no dense layers
-    switches = {
-        **({} if family.experts else dict.fromkeys(MOE_NAMES[0], (0, 1))),
-        **({} if family.recurrent else dict.fromkeys(DELTA_RULES, ())), **SWITCHES,
-    }  # fmt: skip
+    switches: dict[str, tuple] = {} if family.experts else dict.fromkeys(MOE_NAMES[0], (0, 1))
+    for kind, recurrent in RECURRENT_CONFIGS.items():
+        switches |= {} if kind == family.recurrent else dict.fromkeys(recurrent.rules, ())
+    switches |= SWITCHES
     for switch, neutral in switches.items():
         value = raw.get(switch)
         is_off = switch == "sliding_window" and raw.get("use_sliding_window") is False
@@ -237,47 +243,49 @@ def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
 def _layers(raw: dict[str, Any], given: dict[str, Any], family: Family,
             weights: list[dict[str, Any]]) -> tuple[LayerConfig, ...]:
     window = 0 if given["use_sliding_window"] is False else given["sliding_window"]
-    kinds = _kinds(given, family, window)
-    if family.recurrent and family.recurrent not in MIXERS:
-        raise CheckpointError(f"config.json: layers of kind {family.recurrent!r} are not supported here.")
+    recurrent = RECURRENT_CONFIGS.get(family.recurrent)
+    kinds, mixers = _kinds(given, family, recurrent, window), recurrent.mixers if recurrent else {}
     assert not (family.experts and family.post_norm), "experts add the residual themselves"
     windows = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
     ropes = _ropes(raw, given, family, windows)
     mlps = ["experts" if family.experts and _is_sparse(given, i) else "dense" for i in range(len(kinds))]
     return tuple(
-        LayerConfig(family.recurrent, 0, None, mlp, **of_layer) if kind == "linear_attention"
-        else LayerConfig("attention", width, rope, mlp, **of_layer)
-        for kind, width, rope, mlp, of_layer in zip(kinds, windows, ropes, mlps, weights, strict=True)
-    )  # fmt: skip
+        LayerConfig(mixer, width, rope if mixer.endswith("attention") else None, mlp, **of_layer)
+        for mixer, width, rope, mlp, of_layer in zip(
+            (mixers.get(kind, "attention") for kind in kinds), windows, ropes, mlps, weights, strict=True
+        )
+    )
 
 
-def _kinds(given: dict[str, Any], family: Family, window: int) -> tuple[str, ...]:
+def _kinds(given: dict[str, Any], family: Family, recurrent: type[RecurrentConfig] | None,
+           window: int) -> tuple[str, ...]:
     """The ``layer_types``, as given or by the rule of the family."""
     num_layers, pattern = given["num_hidden_layers"], given["sliding_window_pattern"]
     for name in ("layer_types", "no_rope_layers", "mlp_layer_types"):
         if given.get(name) and len(given[name]) != num_layers:
             raise CheckpointError(f"config.json: {name} has {len(given[name])} entries for {num_layers} layers.")
-    is_special = {
-        "": lambda i: family.recurrent and (i + 1) % given["full_attention_interval"],
+    slides = {
+        "": lambda i: False,
         "all": lambda i: window,
         "late": lambda i: window and i >= given["max_window_layers"],
         "pattern": lambda i: window and pattern[i % len(pattern)] == "L",
         "unrotated": lambda i: window and not _is_rotated(given, i),
     }[family.windows]
-    special = "linear_attention" if family.recurrent else "sliding_attention"
-    by_rule = tuple(special if is_special(i) else "full_attention" for i in range(num_layers))
+    by_rule = tuple("sliding_attention" if slides(i) else "full_attention" for i in range(num_layers))
+    if recurrent:
+        by_rule = tuple(recurrent.layer_type(given, i) for i in range(num_layers))
     kinds = given["layer_types"] or by_rule
-    if "linear_attention" in kinds and not family.recurrent:
+    if "linear_attention" in kinds and not recurrent:
         raise CheckpointError("config.json: layer_types has 'linear_attention', which this architecture does not know.")
-    if set(kinds) == {"linear_attention"}:
+    if recurrent and not any(recurrent.mixers.get(kind, kind).endswith("attention") for kind in kinds):
         raise CheckpointError(
-            "config.json: all layers are 'linear_attention', by layer_types or full_attention_interval; models without "
+            f"config.json: all layers are {kinds[0]!r}, by layer_types or {recurrent.layers_field}; models without "
             "an attention layer are not supported."
         )
     if "sliding_attention" in kinds and not window:
         raise CheckpointError("config.json: layer_types has 'sliding_attention' without a sliding_window.")
-    slides, by_rule_slides = ([kind == "sliding_attention" for kind in each] for each in (kinds, by_rule))
-    if family.windows in ("", "all") and slides != by_rule_slides:
+    given_slides, by_rule_slides = ([kind == "sliding_attention" for kind in each] for each in (kinds, by_rule))
+    if family.windows in ("", "all") and given_slides != by_rule_slides:
         raise CheckpointError(
             f"config.json: layer_types and sliding_window={given['sliding_window']} say different things."
         )
@@ -347,16 +355,3 @@ def _moe(given: dict[str, Any], family: Family) -> MoEConfig:
         num_experts, top_k, given["moe_intermediate_size"], given["norm_topk_prob"], given["routed_scaling_factor"],
         groups, top_groups, shared, limit,
     )
-
-
-def _gated_delta(given: dict[str, Any]) -> GatedDeltaConfig:
-    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-    delta = GatedDeltaConfig(*(given[f"linear_{name}"] for name in names))
-    widths = delta.num_key_heads * delta.key_dim, delta.num_value_heads * delta.value_dim
-    check("config.json", "heads of linear attention * their size", max(widths), SIZE, CheckpointError)
-    if delta.num_value_heads % delta.num_key_heads:
-        raise CheckpointError(
-            f"config.json: {delta.num_value_heads} value heads of linear attention cannot share "
-            f"{delta.num_key_heads} key heads."
-        )
-    return delta

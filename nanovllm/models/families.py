@@ -39,7 +39,7 @@ class Family(NamedTuple):
     # Experts and router have biases and use ``reference.clamped_swiglu``; tensors of all experts are [E, C, 2I], gate
     # and up interleaved, and [E, I, C], or MXFP4.
     gpt_oss_experts: bool = False
-    recurrent: str = ""  # mixer of the layers that ``layer_types`` calls "linear_attention", a key of ``MIXERS``
+    recurrent: str = ""  # kind of its layers with states, a key of ``RECURRENT``
     groups_delta_inputs: bool = False  # the checkpoint stores the projections of a gated delta net head by head
     # Each query head of a layer has a learned score that joins the softmax's sum and nothing else.
     sinks: bool = False

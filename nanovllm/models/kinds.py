@@ -1,4 +1,4 @@
-"""The kinds of mixers and MLPs that a decoder layer may have, and readers of architectures without a row in ``MODELS``.
+"""Kinds of mixers and MLPs of a decoder layer, of layers with states, and readers of architectures without a row.
 
 Owns a table of each, the only place that names their modules; these are imported when a model has them.
 Imports no torch.
@@ -10,7 +10,11 @@ from typing import Any
 # keyed by ``LayerConfig.mixer``
 MIXERS = {
     "attention": "nanovllm.models.decoder.SelfAttention",
-    "gated_delta_net": "nanovllm.models.gated_delta_net.GatedDeltaNet",
+    "gated_delta_net": "nanovllm.models.recurrent.gated_delta_net.mixer.GatedDeltaNet",
+}
+# keyed by ``Family.recurrent``: subclasses of ``recurrent.RecurrentConfig``
+RECURRENT = {
+    "gated_delta_net": "nanovllm.models.recurrent.gated_delta_net.config.GatedDeltaConfig",
 }
 # keyed by ``LayerConfig.mlp``
 MLPS = {

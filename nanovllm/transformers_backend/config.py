@@ -128,7 +128,7 @@ def read_config(model_path: str, architecture: str) -> TransformersConfig | None
         rms_norm_eps=1e-6, tie_word_embeddings=False, qkv_bias=False, o_bias=False, mlp_bias=False, act="", qk_norm="",
         attention_scale=1.0, attention_softcap=0.0, logit_softcap=0.0, embed_scale=1.0, residual_scale=1.0,
         logit_scale=1.0, layers=(LayerConfig(),) * int(get("num_hidden_layers", default=1)), moe=None,
-        has_lm_head=True, num_labels=0, activation="", label_tokens=(), gated_delta=None, num_nextn_predict_layers=0,
+        has_lm_head=True, num_labels=0, activation="", label_tokens=(), recurrent=None, num_nextn_predict_layers=0,
         quant_method=quantization["quant_method"] if quantization else None, fp8=fp8,
         dtype=str(get("dtype", default="float32")).removeprefix("torch."),
         eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos), architecture=architecture, model_path=model_path,

@@ -8,7 +8,8 @@ import torch
 from histories import at_night
 
 from nanovllm.kernels.gated_delta import decode, prefill, reference
-from nanovllm.kernels.gated_delta.reference import CHUNK, Chunks, GatedDeltaStates, GatedDeltaWeights
+from nanovllm.kernels.gated_delta.reference import GatedDeltaStates, GatedDeltaWeights
+from nanovllm.kernels.recurrent.reference import CHUNK, Chunks
 
 from . import DEVICE
 
@@ -105,9 +106,9 @@ def test_decode(dtype, state_dtype, heads, taps):
     for positions in ([0, 1, 0, 70, 9], [1, 2, 0, 71, 9]):
         u, ba = make_inputs(weights, len(rows))
         arguments = u, ba, weights, states, int32(positions), slots, rows
-        y = decode.gated_delta_decode(*arguments)
+        y = decode.decode(*arguments)
         assert (y[slots < 0] == 0).all()
-        twin = reference.gated_delta_decode(*arguments[:3], twin_states, *arguments[4:])
+        twin = reference.decode(*arguments[:3], twin_states, *arguments[4:])
         assert_close(y, twin, dtype)
         assert_states_close(states, twin_states, max(dtype, state_dtype, key=TOLERANCE.get))
 
@@ -119,8 +120,8 @@ def test_states_in_fp16_are_saturated():
     u, ba = make_inputs(weights, 1)
     ba[:] = torch.tensor([9.0] * 2 + [-9.0] * 2, device=DEVICE)  # all of beta, no decay
     twin_states = clone(states)
-    decode.gated_delta_decode(u, ba, weights, states, int32([5]), int32([0]), int32([2]))
-    reference.gated_delta_decode(u, ba, weights, twin_states, int32([5]), int32([0]), int32([2]))
+    decode.decode(u, ba, weights, states, int32([5]), int32([0]), int32([2]))
+    reference.decode(u, ba, weights, twin_states, int32([5]), int32([0]), int32([2]))
     assert states.delta[2].abs().max() == 65504
     assert_states_close(states, twin_states, torch.float16)
 
@@ -132,8 +133,8 @@ def check_prefill(weights, sequences, saved=None, state_dtype=torch.float32):
     u, ba = make_inputs(weights, len(positions))
     states = make_states(weights, state_dtype, num_rows=len(sequences) + PADDING + 1)
     twin_states = clone(states)
-    y = prefill.gated_delta_prefill(u, ba, weights, states, positions, chunks)
-    assert_close(y, reference.gated_delta_prefill(u, ba, weights, twin_states, positions, chunks), dtype)
+    y = prefill.prefill(u, ba, weights, states, positions, chunks)
+    assert_close(y, reference.prefill(u, ba, weights, twin_states, positions, chunks), dtype)
     assert_states_close(states, twin_states, max(dtype, state_dtype, key=TOLERANCE.get))
 
 
@@ -173,7 +174,7 @@ def test_prefill_without_states():
     chunks, positions = make_chunks([(0, 65, 0, -1), (7, 3, 1, 5)])
     arguments = *make_inputs(weights, len(positions)), weights, None, positions, chunks
     assert_close(
-        prefill.gated_delta_prefill(*arguments), reference.gated_delta_prefill(*arguments), torch.float32
+        prefill.prefill(*arguments), reference.prefill(*arguments), torch.float32
     )
 
 
@@ -183,7 +184,7 @@ def test_equal_tokens():
     chunks, positions = make_chunks([(0, 130, 0, -1)])
     u, ba = make_inputs(weights, 130)
     u[:], ba[:, 0] = u[:1].clone(), 5.0
-    y = prefill.gated_delta_prefill(u, ba, weights, make_states(weights), positions, chunks)
+    y = prefill.prefill(u, ba, weights, make_states(weights), positions, chunks)
     assert_close(y, recurrence(u, ba, weights)[0], torch.float32)
 
 
@@ -195,16 +196,16 @@ def test_prefill_then_decode_is_the_recurrence(ops):
     u, ba = make_inputs(weights, 135)
     expected, state = recurrence(u, ba, weights)
     whole, states = make_states(weights), make_states(weights)
-    y = ops[0].gated_delta_prefill(u, ba, weights, whole, positions, chunks)
+    y = ops[0].prefill(u, ba, weights, whole, positions, chunks)
     parts = []
     for begin, end, load_row in ((0, 40, -1), (40, 130, 2)):
         chunks, _ = make_chunks([(begin, end - begin, 2, load_row)])
         parts.append(
-            ops[0].gated_delta_prefill(u[begin:end], ba[begin:end], weights, states, positions[begin:end], chunks)
+            ops[0].prefill(u[begin:end], ba[begin:end], weights, states, positions[begin:end], chunks)
         )
     for i in range(130, 135):  # positions[i] by a kernel: no decode step may follow another without one between
         arguments = u[i : i + 1], ba[i : i + 1], weights, states, positions[i : i + 1] + 0, int32([i]), int32([2])
-        parts.append(ops[1].gated_delta_decode(*arguments))
+        parts.append(ops[1].decode(*arguments))
     for result, left in ((y, whole), (torch.cat(parts), states)):
         assert_close(result, expected, torch.float32)
         assert_close(left.delta[2], state, torch.float32)
