@@ -8,7 +8,7 @@ import torch
 from histories import at_night
 
 from nanovllm.kernels.mamba2 import decode, norm, prefill, reference
-from nanovllm.kernels.mamba2.reference import Mamba2Weights
+from nanovllm.kernels.mamba2.reference import Mamba2States, Mamba2Weights
 
 from . import DEVICE
 from .test_gated_delta import PADDING, TOLERANCE, assert_close, int32, make_chunks
@@ -31,7 +31,7 @@ def make_layer(num_heads=2, num_groups=1, head_dim=32, state_dim=32, taps=4, dty
 def make_states(weights, dtype=torch.float32, num_rows=PADDING + 1):
     channels, taps = weights.conv.shape
     num_heads, _, head_dim, state_dim = weights.sizes
-    return (
+    return Mamba2States(
         torch.randn(num_rows, taps, channels, device=DEVICE).to(weights.conv.dtype),
         torch.randn(num_rows, num_heads, head_dim, state_dim, device=DEVICE).to(dtype),
     )
@@ -45,12 +45,12 @@ def make_inputs(weights, num_tokens):
 
 
 def clone(states):
-    return tuple(x.clone() for x in states)
+    return Mamba2States(*(x.clone() for x in states))
 
 
 def assert_states_close(actual, expected, dtype):
-    assert torch.equal(actual[0], expected[0])
-    assert_close(actual[1], expected[1], dtype)
+    assert torch.equal(actual.conv, expected.conv)
+    assert_close(actual.ssm, expected.ssm, dtype)
 
 
 @pytest.mark.parametrize(
@@ -72,9 +72,9 @@ def test_decode(dtype, state_dtype, heads, options):
     rows, slots = int32([3, 0, PADDING, 5, PADDING]), int32([10, 0, -1, 7, -1])
     for positions in ([0, 1, 0, 70, 9], [1, 2, 0, 71, 9]):
         u = make_inputs(weights, len(rows))
-        y = decode.mamba2_decode(u, weights, states, int32(positions), slots, rows)
+        y = decode.decode(u, weights, states, int32(positions), slots, rows)
         assert (y[slots < 0] == 0).all()
-        twin = reference.mamba2_decode(u, weights, twin_states, int32(positions), slots, rows)
+        twin = reference.decode(u, weights, twin_states, int32(positions), slots, rows)
         assert_close(y, twin, dtype)
         assert_states_close(states, twin_states, max(dtype, state_dtype, key=TOLERANCE.get))
 
@@ -82,11 +82,11 @@ def test_decode(dtype, state_dtype, heads, options):
 def test_states_in_fp16_are_saturated():
     weights = make_layer()._replace(A_log=torch.full((2,), -20.0, device=DEVICE))  # no decay
     states = make_states(weights, torch.float16)
-    states[1][:] = 65504
+    states.ssm[:] = 65504
     twin_states, u = clone(states), make_inputs(weights, 1) * 8
-    decode.mamba2_decode(u, weights, states, int32([5]), int32([0]), int32([2]))
-    reference.mamba2_decode(u, weights, twin_states, int32([5]), int32([0]), int32([2]))
-    assert states[1][2].abs().max() == 65504
+    decode.decode(u, weights, states, int32([5]), int32([0]), int32([2]))
+    reference.decode(u, weights, twin_states, int32([5]), int32([0]), int32([2]))
+    assert states.ssm[2].abs().max() == 65504
     assert_states_close(states, twin_states, torch.float16)
 
 
@@ -97,8 +97,8 @@ def check_prefill(weights, sequences, saved=None, state_dtype=torch.float32):
     u = make_inputs(weights, len(positions))
     states = make_states(weights, state_dtype, num_rows=len(sequences) + PADDING + 1)
     twin_states = clone(states)
-    y = prefill.mamba2_prefill(u, weights, states, positions, chunks)
-    assert_close(y, reference.mamba2_prefill(u, weights, twin_states, positions, chunks), dtype)
+    y = prefill.prefill(u, weights, states, positions, chunks)
+    assert_close(y, reference.prefill(u, weights, twin_states, positions, chunks), dtype)
     assert_states_close(states, twin_states, max(dtype, state_dtype, key=TOLERANCE.get))
 
 
@@ -138,7 +138,7 @@ def test_prefill_without_states():
     weights = make_layer(2, 1)
     chunks, positions = make_chunks([(0, 65, 0, -1), (7, 3, 1, 5)])
     arguments = make_inputs(weights, len(positions)), weights, None, positions, chunks
-    assert_close(prefill.mamba2_prefill(*arguments), reference.mamba2_prefill(*arguments), torch.float32)
+    assert_close(prefill.prefill(*arguments), reference.prefill(*arguments), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -153,11 +153,8 @@ def test_gate_and_norm(dtype, num_groups, norms_first, has_norm):
     expected = reference.gate_and_norm(y.clone(), u, weights)
     assert_close(norm.gate_and_norm(y.clone(), u, weights), expected, dtype)
 
-    def all_reduce(mean_squares):
-        assert mean_squares.shape[:2] == (5, num_groups)
-        return mean_squares * 3
-
-    shared = [each.gate_and_norm(y.clone(), u, weights, all_reduce, 2) for each in (reference, norm)]
+    weights = weights._replace(mean_over_ranks=lambda mean_squares: mean_squares * 1.5)
+    shared = [each.gate_and_norm(y.clone(), u, weights) for each in (reference, norm)]
     assert_close(shared[1], shared[0], dtype)
     assert torch.equal(shared[0], expected) != has_norm
 
@@ -170,17 +167,17 @@ def test_prefill_then_decode_is_the_recurrence(ops):
     u = make_inputs(weights, 135)
     expected, state = recurrence(u, weights)
     whole, states = make_states(weights), make_states(weights)
-    y = ops[0].mamba2_prefill(u, weights, whole, positions, chunks)
+    y = ops[0].prefill(u, weights, whole, positions, chunks)
     parts = []
     for begin, end, load_row in ((0, 40, -1), (40, 130, 2)):
         chunks, _ = make_chunks([(begin, end - begin, 2, load_row)])
-        parts.append(ops[0].mamba2_prefill(u[begin:end], weights, states, positions[begin:end], chunks))
+        parts.append(ops[0].prefill(u[begin:end], weights, states, positions[begin:end], chunks))
     for i in range(130, 135):  # positions[i] by a kernel: no decode step may follow another without one between
         arguments = weights, states, positions[i : i + 1] + 0, int32([i]), int32([2])
-        parts.append(ops[1].mamba2_decode(u[i : i + 1], *arguments))
+        parts.append(ops[1].decode(u[i : i + 1], *arguments))
     for result, left in ((y, whole), (torch.cat(parts), states)):
         assert_close(result, expected, torch.float32)
-        assert_close(left[1][2], state, torch.float32)
+        assert_close(left.ssm[2], state, torch.float32)
 
 
 def recurrence(u, weights):
@@ -200,7 +197,10 @@ def recurrence(u, weights):
             dt = torch.log1p(torch.exp(u[t, width + channels + j] + weights.dt_bias[j].double()))
             S[j] = torch.exp(-dt * torch.exp(weights.A_log[j].double())) * S[j] + torch.outer(dt * x, B)
             rows.append(S[j] @ C + weights.D[j].double() * x)
-    return torch.cat(rows).view(len(u), -1).float(), S.float()
+    y, z = torch.cat(rows).view(len(u), -1), u[:, :width]
+    y = (y * z / (1 + torch.exp(-z))).view(len(u), num_groups, -1)
+    y = y / (y.square().mean(-1, keepdim=True) + weights.eps).sqrt()
+    return (y.flatten(1) * weights.norm.double()).float(), S.float()
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])
@@ -230,6 +230,5 @@ def test_the_references_are_transformers_layer(num_groups):
             chunks, positions = make_chunks([(0, length, 0, -1)])
             chunks, positions = type(chunks)(*(x.cpu() for x in chunks)), positions.cpu()
             u = layer.in_proj(hidden[0])
-            y = reference.mamba2_prefill(u, weights, None, positions, chunks)
-            y = layer.out_proj(reference.gate_and_norm(y, u, weights))
+            y = layer.out_proj(reference.prefill(u, weights, None, positions, chunks))
             torch.testing.assert_close(y, layer(hidden)[0], atol=1e-5, rtol=1e-5)

@@ -1,6 +1,6 @@
-"""Triton: a decode step of Mamba-2, from the input projection's result to S C + D x; norm.py has gate and norm.
+"""Triton: a decode step of Mamba-2 in two launches: from the input projection's result to S C + D x, and norm.py's.
 
-Owns that launch, and the arithmetic of a time step, which prefill.py shares. Knows nothing of requests or of copies of
+Owns the first, and the arithmetic of a time step, which prefill.py shares. Knows nothing of requests or of copies of
 states.
 
 Program (head, token) reads and writes the head's state [P, N] part by part, and loads the next part meanwhile. With
@@ -14,8 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..gated_delta.decode import as_stored, conv_before, silu
 from ..launch import launch, launch_options, num_sms, pdl_launch_dependents, pdl_wait
+from ..recurrent.conv import as_stored, conv_before, silu
+from .norm import gate_and_norm
 
 
 @triton.jit
@@ -111,8 +112,8 @@ def _decode_kernel(
     tl.store(y_ptrs, (tl.reshape(y, [P]) + D * x).to(DTYPE))
 
 
-def takes_mamba_heads(head_dim, state_dim):
-    """See reference.takes_mamba_heads."""
+def takes_heads(head_dim, state_dim):
+    """See reference.takes_heads."""
     return all(size >= 32 and size & (size - 1) == 0 for size in (head_dim, state_dim))
 
 
@@ -122,8 +123,8 @@ def decode_config(num_programs, head_dim, state_dim, device):
     return block_p, max(1, min(8, state_dim * block_p // (2048 if block_p == head_dim else 1024)))
 
 
-def mamba2_decode(u, weights, states, positions, slot_mapping, req_indices):
-    """See reference.mamba2_decode. Reads nothing on the host: fit for CUDA graphs.
+def decode(u, weights, states, positions, slot_mapping, req_indices):
+    """See reference.decode. Reads nothing on the host: fit for CUDA graphs.
 
     The states are read before the PDL wait (see launch.py): a launch without PDL must lie between this one and the
     launch that wrote or copied them.
@@ -140,12 +141,12 @@ def mamba2_decode(u, weights, states, positions, slot_mapping, req_indices):
         H=num_heads, G=num_groups, P=head_dim, N=state_dim, W=W, TAPS=triton.next_power_of_2(W),
         BLOCK_P=block_p, num_warps=num_warps, **launch_options(u.device),
     )  # fmt: skip
-    return y
+    return gate_and_norm(y, u, weights)
 
 
 def strides(u, weights, states):
     """Strides of a token in u, and of a row in both states (0 without states); the rest is contiguous."""
-    assert takes_mamba_heads(*weights.sizes[2:])
+    assert takes_heads(*weights.sizes[2:])
     assert u.stride(1) == 1 and weights.conv.is_contiguous()
     if states is None:
         return u.stride(0), 0, 0

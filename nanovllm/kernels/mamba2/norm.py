@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..gated_delta.decode import silu
 from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait
+from ..recurrent.conv import silu
 
 
 @triton.jit
@@ -48,14 +48,14 @@ def _gate_and_norm_kernel(
         tl.store(y_ptrs, y.to(DTYPE), mask=mask)
 
 
-def gate_and_norm(y, u, weights, all_reduce=None, num_ranks=1):
+def gate_and_norm(y, u, weights):
     """See reference.gate_and_norm. Overwrites y."""
     num_groups = weights.num_groups
     size = y.shape[1] // num_groups
     mean_squares = None
     assert y.is_contiguous() and u.stride(1) == 1
     passes = (False,)
-    if all_reduce is not None and weights.norm is not None:
+    if weights.mean_over_ranks is not None and weights.norm is not None:
         passes, mean_squares = (True, False), torch.empty((len(y), num_groups), dtype=torch.float32, device=y.device)
     for measures in passes:
         launch(
@@ -65,5 +65,5 @@ def gate_and_norm(y, u, weights, all_reduce=None, num_ranks=1):
             num_warps=max(1, min(8, size // 256)), **launch_options(y.device),
         )  # fmt: skip
         if measures:
-            mean_squares = all_reduce(mean_squares) / num_ranks
+            mean_squares = weights.mean_over_ranks(mean_squares)
     return y

@@ -16,11 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ..gated_delta.decode import as_stored
-from ..gated_delta.prefill import conv_chunk, store_inputs
-from ..gated_delta.reference import CHUNK
 from ..launch import has_large_shared_memory, launch, launch_options, num_sms, pdl_launch_dependents, pdl_wait
-from .decode import strides, time_step
+from ..recurrent.conv import as_stored, conv_chunk, silu, store_inputs
+from ..recurrent.reference import CHUNK
+from .decode import load_or_zero, strides, time_step
+from .norm import gate_and_norm
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -57,9 +57,9 @@ def _conv_kernel(
             ring_ptr += load_row * ring_stride
         channels = block * BLOCK + tl.arange(0, BLOCK)
         y = conv_chunk(
-            u_ptr, conv_ptr, conv_bias_ptr, ring_ptr, channels, count, num_before, position, is_restored, u_stride,
-            CHANNELS, W, C,
-        )  # fmt: skip
+            u_ptr, conv_ptr, ring_ptr, channels, count, num_before, position, is_restored, u_stride, CHANNELS, W, C
+        )
+        y = silu(y + load_or_zero(conv_bias_ptr, channels)[None, :]).to(u_ptr.dtype.element_ty)
         tl.store(xbc_ptr + first * CHANNELS + offs_c * CHANNELS + channels[None, :], y, mask)
     else:
         heads = tl.arange(0, BLOCK_H)[None, :]
@@ -188,8 +188,8 @@ def scan_config(num_heads, head_dim, state_dim, dtype, device):
     return block_p, 4 if state_dim * block_p <= 8192 else 8, 2
 
 
-def mamba2_prefill(u, weights, states, positions, chunks):
-    """See reference.mamba2_prefill. Reads nothing on the host: fit for CUDA graphs."""
+def prefill(u, weights, states, positions, chunks):
+    """See reference.prefill. Reads nothing on the host: fit for CUDA graphs."""
     num_heads, num_groups, head_dim, state_dim = weights.sizes
     channels, W = weights.conv.shape
     num_tokens, device = len(u), u.device
@@ -217,4 +217,4 @@ def mamba2_prefill(u, weights, states, positions, chunks):
         H=num_heads, G=num_groups, P=head_dim, N=state_dim, W=W, C=CHUNK, BLOCK_P=block_p,
         PRECISION="ieee" if u.dtype == torch.float32 else "tf32", num_warps=num_warps, num_stages=num_stages, **options,
     )  # fmt: skip
-    return y
+    return gate_and_norm(y, u, weights)

@@ -13,10 +13,13 @@ T packed tokens, S sequences, H heads of P channels, G groups; head j has group 
 Inputs u [T, 2 H P + 2 G N + H] have z | x | B | C | dt, of which x, B and C are the convolution's channels.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+from ..recurrent.reference import Taps, conv_step
 
 
 class Mamba2Weights(NamedTuple):
@@ -32,6 +35,8 @@ class Mamba2Weights(NamedTuple):
     head_dim: int
     num_groups: int
     norms_first: bool  # the gate multiplies the norm's result, not its input
+    # Averages a tensor over the ranks that share a group; None: its channels are all here.
+    mean_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -41,86 +46,78 @@ class Mamba2Weights(NamedTuple):
         return num_heads, self.num_groups, self.head_dim, state_dim
 
 
-def takes_mamba_heads(head_dim, state_dim):
+class Mamba2States(NamedTuple):
+    """A layer's states: a row for each request slot, one for padding, and one for each snapshot."""
+
+    conv: torch.Tensor  # [rows, W, channels], a ring: the input of position p is in slot p % W
+    ssm: torch.Tensor  # [rows, H, P, N], fp32 or fp16
+
+
+def takes_heads(head_dim, state_dim):
     """Whether the operations run with heads of P and states of N channels; the references with any."""
     return True
 
 
-def mamba2_prefill(u, weights, states, positions, chunks):
+def prefill(u, weights, states, positions, chunks):
     """Run packed sequences, each from the states in its row of ``load_rows``.
 
     Args:
         u: [T, z | x | B | C | dt].
-        states: (ring [rows, W, channels], S [rows, H, P, N] in fp32 or fp16), written at ``rows`` and ``save_rows``;
-            None: all sequences begin with zeros and store nothing. The input of position p is in the ring's slot p % W.
+        states: written at ``rows`` and ``save_rows``; None: all sequences begin with zeros and store nothing.
         positions: i32[T].
         chunks: the ``Chunks`` of the sequences.
 
     Returns:
-        y [T, H P], before gate and norm.
+        [T, H P].
     """
     num_heads, _, head_dim, state_dim = weights.sizes
     channels, W = weights.conv.shape
-    width = num_heads * head_dim
+    width, ring = num_heads * head_dim, None if states is None else states.conv
+    taps = Taps.of(u[:, width : width + channels], ring, positions, chunks, W)
+    x, B, C, dt = after_conv(taps.conv(weights.conv), u, weights)
+    if states is not None:
+        taps.store(states.conv, positions, chunks)
     y = u.new_zeros(len(u), width)
     first_chunks, bounds, save_rows = (x.tolist() for x in (chunks.first_chunks, chunks.bounds, chunks.save_rows))
     for i, (row, load_row) in enumerate(zip(chunks.rows.tolist(), chunks.load_rows.tolist(), strict=True)):
-        start, stop = chunks.cu_seqlens[i : i + 2].tolist()
-        if start == stop:
+        if first_chunks[i] == first_chunks[i + 1]:
             continue
-        position = int(positions[start])
-        before = torch.arange(position - W + 1, position, device=u.device)
-        if load_row < 0 or states is None:
-            taps = u.new_zeros(W - 1, channels)
-            state = u.new_zeros(num_heads, head_dim, state_dim, dtype=torch.float32)
-        else:
-            ring, stored = states
-            taps, state = ring[load_row, before % W], stored[load_row].float()
-        taps = torch.cat((taps, u[start:stop, width : width + channels]))  # from W - 1 positions before ``start`` on
-        x, B, C, dt = after_conv(taps, u[start:stop, width + channels :], weights)
+        state = u.new_zeros(num_heads, head_dim, state_dim, dtype=torch.float32)
+        if load_row >= 0 and states is not None:
+            state = states.ssm[load_row].float()
         for chunk in range(first_chunks[i], first_chunks[i + 1]):
-            tokens = slice(bounds[chunk] - start, bounds[chunk + 1] - start)
+            tokens = slice(bounds[chunk], bounds[chunk + 1])
             o, state = mamba2_chunk(*(each[tokens] for each in (x, B, C, dt)), weights, state)
-            y[bounds[chunk] : bounds[chunk + 1]] = o.flatten(1).to(u.dtype)
-            saved = [] if states is None else [save_rows[chunk]] * (save_rows[chunk] >= 0)
-            if states is not None and tokens.stop == stop - start:
-                saved.append(row)
-            for to in saved:
-                ring, stored = states
-                ring[to, (before + tokens.stop) % W] = taps[tokens.stop : tokens.stop + W - 1]
-                stored[to] = as_stored(state, stored.dtype)
-    return y
+            y[tokens] = o.flatten(1).to(u.dtype)
+            if states is not None and save_rows[chunk] >= 0:
+                states.ssm[save_rows[chunk]] = as_stored(state, states.ssm.dtype)
+        if states is not None:
+            states.ssm[row] = as_stored(state, states.ssm.dtype)
+    return gate_and_norm(y, u, weights)
 
 
-def mamba2_decode(u, weights, states, positions, slot_mapping, req_indices):
+def decode(u, weights, states, positions, slot_mapping, req_indices):
     """Run one token of each of B sequences, with states in the rows ``req_indices``; u and positions as for prefill.
 
     slot_mapping: i32[B]; a token with -1 is padding: its result is 0, and it stores no state.
     """
     num_heads, _, head_dim, _ = weights.sizes
-    channels, W = weights.conv.shape
-    width, (ring, stored) = num_heads * head_dim, states
+    width = num_heads * head_dim
     y = u.new_zeros(len(u), width)
     live = slot_mapping >= 0
-    u, positions, rows = u[live], positions[live].long(), req_indices[live].long()
-    before = positions[:, None] + torch.arange(1 - W, 0, device=u.device)
-    inputs = u[:, width : width + channels]
-    taps = torch.cat((ring[rows[:, None], before % W], inputs[:, None]), dim=1)  # [B, W, channels]
-    x, B, C, dt = (each[:, 0] for each in after_conv(taps, u[:, None, width + channels :], weights))
+    all_u, u, positions, rows = u, u[live], positions[live].long(), req_indices[live].long()
+    convolved = conv_step(u[:, width : width + len(weights.conv)], weights.conv, states.conv, positions, rows)
+    x, B, C, dt = after_conv(convolved, u, weights)
     decay = (-weights.A_log.float().exp() * dt).exp()
-    state = stored[rows].float() * decay[..., None, None] + (dt[..., None] * x)[..., None] * B[:, :, None]
+    state = states.ssm[rows].float() * decay[..., None, None] + (dt[..., None] * x)[..., None] * B[:, :, None]
     o = (state @ C[..., None]).squeeze(-1) + weights.D.float()[:, None] * x
     y[live] = o.flatten(1).to(u.dtype)
-    ring[rows, positions % W] = inputs
-    stored[rows] = as_stored(state, stored.dtype)
-    return y
+    states.ssm[rows] = as_stored(state, states.ssm.dtype)
+    return gate_and_norm(y, all_u, weights)
 
 
-def gate_and_norm(y, u, weights, all_reduce=None, num_ranks=1):
-    """Multiply y [T, H P] by silu(z), and normalise it over each group; -> [T, H P].
-
-    all_reduce: sums a tensor over the ``num_ranks`` ranks that share the group; None: the group is this rank's alone.
-    """
+def gate_and_norm(y, u, weights):
+    """Multiply y [T, H P] by silu(z), and normalise it over each group; -> [T, H P]."""
     dtype, z = y.dtype, F.silu(u[:, : y.shape[1]].float())
     y = y.float()
     if weights.norm is None:
@@ -128,8 +125,8 @@ def gate_and_norm(y, u, weights, all_reduce=None, num_ranks=1):
     y = y if weights.norms_first else y * z
     groups = y.unflatten(1, (weights.num_groups, -1))
     mean_square = groups.square().mean(-1, keepdim=True)
-    if all_reduce is not None:
-        mean_square = all_reduce(mean_square) / num_ranks
+    if weights.mean_over_ranks is not None:
+        mean_square = weights.mean_over_ranks(mean_square)
     y = (groups * torch.rsqrt(mean_square + weights.eps)).flatten(1)
     if weights.norms_first:
         return (y * weights.norm.float() * z).to(dtype)
@@ -142,22 +139,18 @@ def as_stored(state, dtype):
     return state.clamp(-limit, limit).to(dtype)
 
 
-def after_conv(taps, dt, weights):
-    """x [..., T, H, P], B and C [..., T, H, N], and dt [..., T, H] of tokens, fp32.
-
-    taps: [..., W - 1 + T, channels], inputs of the convolution; dt [..., T, H], before bias and softplus.
-    """
+def after_conv(convolved, u, weights):
+    """x [T, H, P], B and C [T, H, N], and dt [T, H] of tokens, fp32, of the convolution's sums [T, channels]."""
     num_heads, num_groups, head_dim, state_dim = weights.sizes
-    windows = taps.float().unfold(-2, weights.conv.shape[1], 1)  # [..., T, channels, W]
-    y = (windows * weights.conv.float()).sum(-1)
-    y = y if weights.conv_bias is None else y + weights.conv_bias.float()
-    y = F.silu(y).to(taps.dtype).float()
+    y = convolved if weights.conv_bias is None else convolved + weights.conv_bias.float()
+    y = F.silu(y).to(u.dtype).float()
     x, *of_groups = y.split([num_heads * head_dim] + [num_groups * state_dim] * 2, dim=-1)
     B, C = (
         each.unflatten(-1, (num_groups, state_dim)).repeat_interleave(num_heads // num_groups, dim=-2)
         for each in of_groups
     )
-    return x.unflatten(-1, (num_heads, head_dim)), B, C, F.softplus(dt.float() + weights.dt_bias.float())
+    dt = F.softplus(u[:, -num_heads:].float() + weights.dt_bias.float())
+    return x.unflatten(-1, (num_heads, head_dim)), B, C, dt
 
 
 def mamba2_chunk(x, B, C, dt, weights, state):
