@@ -137,6 +137,21 @@ HYBRID_CASES: dict[str, tuple[str, dict]] = {
     "qwen3-next": ("Qwen3Next", {**HYBRID_MOE, "linear_conv_kernel_dim": 3, "mlp_only_layers": [1]}),
 }
 
+# Mamba-2 in three of four layers
+MAMBA = dict(
+    vocab_size=140, hidden_size=128, intermediate_size=48, max_position_embeddings=1024, num_key_value_heads=2,
+    mamba_n_heads=8, mamba_d_head=32, mamba_d_state=64, mamba_n_groups=1,
+)  # fmt: skip
+GRANITE_MAMBA = {
+    **MAMBA, "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3,
+    "logits_scaling": 2.0, "shared_intermediate_size": 72, "num_local_experts": 8, "num_experts_per_tok": 3,
+}
+HYBRID_CASES |= {
+    "granite-mamba-moe": ("GraniteMoeHybrid", GRANITE_MAMBA),
+    "granite-mamba": ("GraniteMoeHybrid", {**GRANITE_MAMBA, "num_local_experts": 0, "mamba_d_conv": 3}),
+}
+
 
 class DenseMLP(nn.Module):
     """In place of gpt-oss's experts."""
@@ -176,7 +191,7 @@ def make(path, name, seed=0, **more):
         if name in HYBRID_CASES:  # larger ones amplify rounding: in transformers too
             std = 1.0 if "embed" in param_name else 0.3 if p.dim() == 1 else 0.05
         p.data.normal_(0.0, 0.3 if "norm" in param_name else 2.0 if "sinks" in param_name else std, generator=generator)
-        has_offset = kind.startswith("Gemma") or (name in HYBRID_CASES and "linear_attn.norm" not in param_name)
+        has_offset = kind.startswith(("Gemma", "Qwen3_5", "Qwen3Next")) and "linear_attn.norm" not in param_name
         if "norm" in param_name and not has_offset:
             p.data.add_(1.0)
     model.save_pretrained(path)

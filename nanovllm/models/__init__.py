@@ -73,6 +73,18 @@ QWEN3_NEXT_MOE: dict[str, Any] = {
     "experts": "softmax", "has_shared_gate": True,
     "defaults": QWEN3_NEXT.defaults | {"shared_expert_intermediate_size": 512},
 }  # fmt: skip
+MAMBA2 = ((".conv1d.weight", ".conv_weight"), (".conv1d.bias", ".conv_bias"), (".mamba.norm.", ".mamba.gate_norm."))
+GRANITE_MAMBA2 = Family(
+    recurrent="mamba2",
+    reads=("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling",
+           "position_embedding_type", "no_rope_layers"),
+    defaults={
+        "attention_multiplier": 1.0, "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256,
+        "mamba_d_conv": 4, "mamba_expand": 2, "shared_intermediate_size": 1024,
+    },
+    renamed=(*MAMBA2, (".shared_mlp.input_linear.", ".mlp.gate_up_proj."),
+             (".shared_mlp.output_linear.", ".mlp.down_proj.")),
+)
 QWEN3_5 = QWEN3_NEXT._replace(
     groups_delta_inputs=False,
     renamed=(("language_model.", ""), (".conv1d.weight", ".conv_weight")), skipped=r"mtp\..*", tower=TOWER,
@@ -109,6 +121,15 @@ MODELS = {
     "GraniteForCausalLM": Family(
         reads=("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
         defaults={"attention_multiplier": 1.0},
+    ),
+    "GraniteMoeHybridForCausalLM": GRANITE_MAMBA2._replace(
+        experts="softmax", without_experts=GRANITE_MAMBA2,
+        renamed=(*MAMBA2, (".shared_mlp.input_linear.", ".mlp.shared_expert.gate_up_proj."),
+                 (".shared_mlp.output_linear.", ".mlp.shared_expert.down_proj."),
+                 (".block_sparse_moe.router.layer.", ".mlp.gate."), (".block_sparse_moe.router.", ".mlp.gate."),
+                 (".block_sparse_moe.input_linear.weight", ".mlp.experts.gate_up_proj"),
+                 (".block_sparse_moe.output_linear.weight", ".mlp.experts.down_proj"),
+                 (".block_sparse_moe.", ".mlp.")),
     ),
     "SeedOssForCausalLM": Family(
         reads=("attention_out_bias",), defaults={"head_dim": 128, "attention_bias": True, "attention_out_bias": False}

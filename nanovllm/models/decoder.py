@@ -131,8 +131,9 @@ class DecoderLayer(nn.Module):
 
         self.tp, self.sublayers = tp, []  # (module, names of the norms before and after)
         if layer.mixer:
-            mixer = load_kind(MIXERS[layer.mixer])
-            self.add_module(mixer.name, mixer(config, layer, rope, backend, tp))
+            mixer = load_kind(MIXERS[layer.mixer])(config, layer, rope, backend, tp)
+            for name, part in (getattr(mixer, "parts", {}) | {mixer.name: mixer}).items():
+                setattr(self, name, part)
             self.input_layernorm, self.mixer_post_norm = norm(family.pre_norm), norm(family.post_norm)
             self.sublayers.append((mixer.name, "input_layernorm", "mixer_post_norm"))
         if layer.mlp:

@@ -30,6 +30,7 @@ class Family(NamedTuple):
     # there is one, else by ``rope_theta``.
     plain_window_rope: bool = False
     rotates_windows_only: bool = False  # in a model with windows, layers without one have no RoPE
+    without_experts: "Family | None" = None  # the row of its models whose number of experts is 0
     experts: str = ""  # scores of a mixture of experts: "softmax" or "sigmoid"; "": dense
     has_correction_bias: bool = False  # a bias of each expert counts for the choice, and not for its weight
     has_shared_gate: bool = False  # a sigmoid gate scales the shared expert

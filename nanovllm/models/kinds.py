@@ -11,10 +11,13 @@ from typing import Any
 MIXERS = {
     "attention": "nanovllm.models.decoder.SelfAttention",
     "gated_delta_net": "nanovllm.models.recurrent.gated_delta_net.mixer.GatedDeltaNet",
+    "mamba2": "nanovllm.models.recurrent.mamba2.mixer.Mamba2",
+    "mamba2_beside_attention": "nanovllm.models.recurrent.mamba2.mixer.Mamba2BesideAttention",
 }
 # keyed by ``Family.recurrent``: subclasses of ``recurrent.RecurrentConfig``
 RECURRENT = {
     "gated_delta_net": "nanovllm.models.recurrent.gated_delta_net.config.GatedDeltaConfig",
+    "mamba2": "nanovllm.models.recurrent.mamba2.config.Mamba2Config",
 }
 # keyed by ``LayerConfig.mlp``
 MLPS = {

@@ -35,7 +35,6 @@ class Mamba2Config(RecurrentConfig):
     mixers: ClassVar = {
         "linear_attention": "mamba2", "hybrid": "mamba2_beside_attention", "mlp": "", "moe": "",
     }  # fmt: skip
-    mlps: ClassVar = {}
     rules: ClassVar = by_field(
         ("mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv", SIZE),
         ("mamba_conv_bias mamba_rms_norm mamba_norm_before_gate", optional(BOOLEAN)),
@@ -43,14 +42,17 @@ class Mamba2Config(RecurrentConfig):
         ("ssm_in_multiplier ssm_out_multiplier", Rule("a number > 0 or None", optional(POSITIVE).accepts,
                                                       lambda x: 1.0 if x is None else float(x))),
         ("mamba_proj_bias projectors_bias", optional(choice(False))),
-        ("time_step_limit", optional(list_of(choice(0, float("inf")), "[0, Infinity], which changes nothing"))),
+        ("time_step_limit", list_of(choice(0, float("inf"), {"__float__": "Infinity"}), "[0, Infinity] or None")),
     )  # fmt: skip
     layers_field: ClassVar = "layers_block_type"
 
     @classmethod
-    def normalized(cls, raw: dict[str, Any]) -> dict[str, Any]:
+    def adapt(cls, raw: dict[str, Any]) -> dict[str, Any]:
         """The fields under Granite's names, and the kinds of layers as transformers 5 calls them."""
         raw = dict(raw)
+        allowed = choice(None, "nope", "rope")
+        positions = check("config.json", "position_embedding_type", raw.get("position_embedding_type"), allowed,
+                          CheckpointError)  # fmt: skip
         for ours, *others in NAMES:
             raw[ours] = next((raw[name] for name in (ours, *others) if raw.get(name) is not None), None)
         kinds = next((raw[name] for name in ("layer_types", "layers_block_type") if raw.get(name)), None)
@@ -61,6 +63,7 @@ class Mamba2Config(RecurrentConfig):
         if raw["mamba_d_head"] in (None, "auto"):
             raw["mamba_d_head"] = raw.get("mamba_d_ssm") or raw.get("mamba_expand", 2) * raw["hidden_size"]
             raw["mamba_d_head"] //= raw["mamba_n_heads"]
+        raw["no_rope_layers"] = [int(positions == "rope")] * raw["num_hidden_layers"]  # 1: rotated
         return raw
 
     @classmethod

@@ -50,7 +50,7 @@ class Mamba2(RecurrentMixer):
         kinds = [config.precision(layer, f"mamba.{name}") for name in ("in_proj", "out_proj")]
         self.in_proj = MergedColumnParallelLinear(C, shards, tp=tp, precision=kinds[0])
         convolved = Shards({name: parts[name] for name in ("x", "B", "C")})
-        self.conv_weight = conv_weight(convolved, mamba.conv_size)
+        self.conv_weight = conv_weight(convolved, mamba.conv_size, tp)
         self.conv_bias = conv_bias(convolved) if mamba.has_conv_bias else None
         values = torch.empty(3, of_steps.num_rows, dtype=torch.float32)  # fp32: exponents, and factors of sums in fp32
         self.A_log, self.dt_bias, self.D = (nn.Parameter(row.clone(), requires_grad=False) for row in values)
@@ -69,20 +69,20 @@ class Mamba2(RecurrentMixer):
         return self.tp.all_reduce(mean_squares) / self.tp.size
 
 
-class Mamba2BesideAttention(nn.Module):
-    """The sum of both mixers, each of the same input."""
+class Mamba2BesideAttention:
+    """The sum of both mixers, each of the same input. ``parts`` are its modules, by their names in checkpoints."""
 
-    name: ClassVar[str] = "mixer"
+    name: ClassVar[str] = "mamba_beside_attention"
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, rope: RotaryEmbedding, backend: AttentionBackend,
                  tp: TPGroup):
-        super().__init__()
         self.tp = tp
         self.self_attn = SelfAttention(config, layer, rope, backend, tp)
         self.mamba = Mamba2(config, layer, None, backend, tp)
         self.self_attn.adds_residual = self.mamba.adds_residual = False
+        self.parts: dict[str, nn.Module] = {part.name: part for part in (self.self_attn, self.mamba)}
 
-    def forward(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
+    def __call__(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
         """residual [T, C] -> this rank's partial sum of residual + both mixers(norm(residual)), [T, C] or [N, C]."""
         o = self.self_attn(residual, norm, context)
         residual = residual[:]  # the norm has reduced SplitKPartials, if it was one, into this tensor
