@@ -189,7 +189,7 @@ def make(path, name, seed=0, **more):
     for param_name, p in [*model.named_parameters(), *choice]:
         std = 0.15
         if name in HYBRID_CASES:  # larger ones amplify rounding: in transformers too
-            std = 1.0 if "embed" in param_name else 0.3 if p.dim() == 1 else 0.05
+            std = 1.0 if "embed" in param_name else 0.3 if p.dim() == 1 or "mamba.conv" in param_name else 0.05
         p.data.normal_(0.0, 0.3 if "norm" in param_name else 2.0 if "sinks" in param_name else std, generator=generator)
         has_offset = kind.startswith(("Gemma", "Qwen3_5", "Qwen3Next")) and "linear_attn.norm" not in param_name
         if "norm" in param_name and not has_offset:

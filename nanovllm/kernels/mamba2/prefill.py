@@ -66,11 +66,12 @@ def _conv_kernel(
         is_head = heads < H
         dt_bias = tl.load(dt_bias_ptr + heads, mask=is_head, other=0.0).to(tl.float32)
         A = -tl.exp(tl.load(A_log_ptr + heads, mask=is_head, other=0.0).to(tl.float32))
-        mask &= is_head
-        dt = time_step(tl.load(u_ptr + offs_c * u_stride + CHANNELS + heads, mask, other=0.0).to(tl.float32), dt_bias)
+        is_step = mask & is_head
+        steps = tl.load(u_ptr + offs_c * u_stride + CHANNELS + heads, is_step, other=0.0)
+        dt = time_step(steps.to(tl.float32), dt_bias)
         offs = heads.to(tl.int64) * num_tokens + first + offs_c
-        tl.store(dt_ptr + offs, dt, mask)
-        tl.store(G_ptr + offs, tl.cumsum(tl.where(mask, dt * A, 0.0), 0), mask)
+        tl.store(dt_ptr + offs, dt, is_step)
+        tl.store(G_ptr + offs, tl.cumsum(tl.where(is_step, dt * A, 0.0), 0), is_step)
 
 
 @triton.jit

@@ -44,9 +44,10 @@ class Taps(NamedTuple):
         """Gather them from u [T, channels] and from ``ring`` [rows, W, channels], which may be None."""
         W1, (S, cu_seqlens) = num_taps - 1, (len(chunks.rows), chunks.cu_seqlens.long())
         lengths = cu_seqlens.diff()
-        seqs = torch.repeat_interleave(torch.arange(S, device=u.device), lengths)
-        tokens = torch.arange(len(u), device=u.device) + (seqs + 1) * W1
-        inputs = u.new_zeros(len(u) + S * W1, u.shape[1])
+        tokens = torch.arange(len(u), device=u.device)
+        seqs = torch.searchsorted(cu_seqlens[1:], tokens, right=True)  # S for padding after all sequences
+        tokens = tokens + (seqs + 1) * W1
+        inputs = u.new_zeros(len(u) + (S + 1) * W1, u.shape[1])
         inputs[tokens] = u
         restored = ((chunks.load_rows >= 0) & (lengths > 0)).nonzero()[:, 0]
         if ring is not None and len(restored):
