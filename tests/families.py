@@ -136,6 +136,17 @@ HYBRID_CASES: dict[str, tuple[str, dict]] = {
     "qwen3.5-moe": ("Qwen3_5MoeText", HYBRID_MOE),
     "qwen3-next": ("Qwen3Next", {**HYBRID_MOE, "linear_conv_kernel_dim": 3, "mlp_only_layers": [1]}),
 }
+# Short convolutions in two of three layers. The MLP of "lfm2" has 96 units, two thirds of 120 rounded up.
+SHORT_CONV = dict(
+    vocab_size=140, hidden_size=80, intermediate_size=120, head_dim=32, max_position_embeddings=1024, norm_eps=1e-5,
+    layer_types=["conv", "conv", FULL, "conv"],
+)  # fmt: skip
+SHORT_CONV_CASES: dict[str, tuple[str, dict]] = {
+    "lfm2": ("Lfm2", {**SHORT_CONV, "block_multiple_of": 32, "conv_L_cache": 3}),
+    "lfm2-moe": ("Lfm2Moe", {**SHORT_CONV, **MOE, "moe_intermediate_size": 40, "num_dense_layers": 1,
+                             "conv_L_cache": 4, "routed_scaling_factor": 1.5}),
+}  # fmt: skip
+HYBRID_CASES |= SHORT_CONV_CASES
 
 # Mamba-2 in three of four layers
 MAMBA = dict(
@@ -185,11 +196,12 @@ def make(path, name, seed=0, **more):
         if type(module).__name__ == "GptOssExperts":  # of transformers 5.17, which knows 7.0 only
             module.limit = config.swiglu_limit
     generator = torch.Generator().manual_seed(seed)
-    choice = [(n, b) for n, b in model.named_buffers() if "correction_bias" in n]
+    choice = [(n, b) for n, b in model.named_buffers() if "correction_bias" in n or "expert_bias" in n]
     for param_name, p in [*model.named_parameters(), *choice]:
         std = 0.15
         if name in HYBRID_CASES:  # larger ones amplify rounding: in transformers too
-            std = 1.0 if "embed" in param_name else 0.3 if p.dim() == 1 or "mamba.conv" in param_name else 0.05
+            std = 1.0 if "embed" in param_name else 0.3 if p.dim() == 1 else 0.05
+            std = 0.5 if ".conv.conv." in param_name or "mamba.conv1d.weight" in param_name else std
         p.data.normal_(0.0, 0.3 if "norm" in param_name else 2.0 if "sinks" in param_name else std, generator=generator)
         has_offset = kind.startswith(("Gemma", "Qwen3_5", "Qwen3Next")) and "linear_attn.norm" not in param_name
         if "norm" in param_name and not has_offset:

@@ -210,7 +210,7 @@ def test_the_proof_finds_a_fault(fault, dtype, checkpoints, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_proof_finds_states_besides_keys_and_values(dtype, tmp_path, monkeypatch):
     """Its convolutions would mix the tokens of a batch, and forget those of the chunk before."""
-    save("Lfm2", tmp_path)
+    save("Lfm3", tmp_path)
     monkeypatch.setattr(backend_config, "STATELESS", {"conv", "full_attention"})
     with pytest.raises(CheckpointError, match="logits"):
         start(tmp_path, dtype=dtype)

@@ -7,7 +7,7 @@ transitive. Before the wait, read only memory that no kernel in flight writes (w
 synchronize or launch a kernel without PDL first.
 
 Exceptions: decode and prefix attention and norm_rope_store read request indices, lengths, block tables, prefix groups,
-scales of the KV cache, positions and slots before the wait. So does a decode step of the gated delta net, which also
+scales of the KV cache, positions and slots before the wait. So does a decode step of a recurrent layer, which also
 reads the previous step's states. The embedding, an ordinary launch, separates them from their writers: it starts when
 all earlier grids have completed, and no later grid starts before it. Programs of decode attention without work exit
 without the wait; one always has work, so its grid waits, and signals launch_dependents only after that.

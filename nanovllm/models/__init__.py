@@ -8,6 +8,7 @@
 from typing import Any
 
 from nanovllm.models.families import TOWER, Family
+from nanovllm.models.spellings import of_lfm2, of_mamba2
 
 QWEN: dict[str, Any] = {
     "windows": "late", "reads": ("sliding_window", "use_sliding_window"),
@@ -75,7 +76,7 @@ QWEN3_NEXT_MOE: dict[str, Any] = {
 }  # fmt: skip
 MAMBA2 = ((".conv1d.weight", ".conv_weight"), (".conv1d.bias", ".conv_bias"), (".mamba.norm.", ".mamba.gate_norm."))
 GRANITE_MAMBA2 = Family(
-    recurrent="mamba2",
+    recurrent="mamba2", spelled=of_mamba2,
     reads=("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling",
            "position_embedding_type", "no_rope_layers"),
     defaults={
@@ -89,6 +90,15 @@ QWEN3_5 = QWEN3_NEXT._replace(
     groups_delta_inputs=False,
     renamed=(("language_model.", ""), (".conv1d.weight", ".conv_weight")), skipped=r"mtp\..*", tower=TOWER,
 )
+LFM2 = Family(
+    qk_norm="head", recurrent="short_conv", spelled=of_lfm2,
+    defaults={"conv_L_cache": 3, "rope_theta": 1e6, "block_auto_adjust_ff_dim": True, "tie_word_embeddings": True,
+              "max_position_embeddings": 128_000, "eos_token_id": 2},
+    renamed=((".conv.conv.weight", ".conv.conv_weight"), ("operator_norm", "input_layernorm"),
+             ("ffn_norm", "post_attention_layernorm"), ("embedding_norm", "norm"), (".feed_forward.", ".mlp."),
+             *MIXTRAL[1:], (".self_attn.out_proj", ".self_attn.o_proj"), ("q_layernorm", "q_norm"),
+             ("k_layernorm", "k_norm")),
+)  # fmt: skip
 
 MODELS = {
     "LlamaForCausalLM": Family(),
@@ -233,4 +243,10 @@ MODELS = {
     "Qwen3_5ForConditionalGeneration": QWEN3_5,
     "Qwen3_5MoeForCausalLM": QWEN3_5._replace(**QWEN3_NEXT_MOE),
     "Qwen3_5MoeForConditionalGeneration": QWEN3_5._replace(**QWEN3_NEXT_MOE),
+    "Lfm2ForCausalLM": LFM2,
+    "Lfm2MoeForCausalLM": LFM2._replace(
+        experts="sigmoid", has_correction_bias=True, choice_eps=1e-6, reads=("routed_scaling_factor",),
+        defaults=LFM2.defaults | {"block_auto_adjust_ff_dim": False, "num_dense_layers": 2},
+        renamed=(*LFM2.renamed, (".mlp.expert_bias", CORRECTION)),
+    ),
 }  # fmt: skip

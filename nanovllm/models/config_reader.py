@@ -106,7 +106,8 @@ MOE_NAMES = (  # names of the same field; the first is ours
     ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), ("num_experts_per_tok", "moe_k"),
     ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
     ("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size"),
-    ("routed_scaling_factor", "router_scaling_factor"), ("first_k_dense_replace", "moe_layer_start_index"),
+    ("routed_scaling_factor", "router_scaling_factor"),
+    ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"),
     ("decoder_sparse_step", "moe_layer_interval"),
 )  # fmt: skip
 # by kind of layers with states
@@ -223,12 +224,11 @@ def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     has_rope = any((raw | text).get(field) for field in ("rope_parameters", "rope_scaling"))
     defaults = {field: value for field, value in family.defaults.items() if field != "rope_parameters" or not has_rope}
     raw = {**DEFAULTS, **defaults, **raw, **text, **outer}
+    raw |= family.spelled(raw) if family.spelled else {}
     raw["dtype"] = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if raw.get("rotary_dim") and raw.get("partial_rotary_factor") is None:  # MiniMax's form
         sizes = check_all("config.json", raw, {"rotary_dim": SIZE, "head_dim": SIZE}, CheckpointError)
         raw["partial_rotary_factor"] = sizes["rotary_dim"] / sizes["head_dim"]
-    if family.recurrent:
-        raw = RECURRENT_CONFIGS[family.recurrent].adapt(raw)
     if family.without_experts and not any(raw.get(field) for field in MOE_NAMES[0]):
         family = family.without_experts
         raw["intermediate_size"] = raw.get("shared_intermediate_size", raw.get("intermediate_size"))

@@ -24,6 +24,7 @@ class Routing(NamedTuple):
     routed_scale: float = 1.0  # a factor of the weights
     num_groups: int = 1  # groups of E / num_groups neighbouring experts each
     top_groups: int = 1  # groups from which a token chooses: those with the largest sums of their two best scores
+    sum_eps: float = 1e-20  # added to the sum of the chosen, which may be 0
 
 
 class Shared(NamedTuple):
@@ -66,7 +67,7 @@ def route(logits, correction_bias, routing, slot_mapping):
     ids = best(choice, routing.top_k)
     weights = scores.gather(1, ids)
     if routing.renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
+        weights = weights / (weights.sum(-1, keepdim=True) + routing.sum_eps)
     is_padding = (slot_mapping < 0).unsqueeze(1)
     return ids.int().masked_fill(is_padding, -1), (weights * routing.routed_scale).masked_fill(is_padding, 0.0)
 

@@ -1,6 +1,6 @@
 """PyTorch references that the operations of several kinds of recurrent layers share, and the description of a prefill.
 
-Owns ``Chunks``, and the causal convolution per channel with its ring: the input of position p is in slot p % W of a row.
+Owns ``Chunks``, and the causal convolution per channel with its ring: a row's slot p % W has the input of position p.
 
 T packed tokens, S sequences, NC chunks, B sequences of a decode step, W tokens that a convolution sees.
 """

@@ -42,11 +42,6 @@ class RecurrentConfig:
     mlps: ClassVar[dict[str, str]] = {}
 
     @classmethod
-    def adapt(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        """The fields of ``config.json``, before they are checked, under the names of today."""
-        return raw
-
-    @classmethod
     def read(cls, given: dict[str, Any]) -> Self:
         """Make it of the fields; raises CheckpointError if they contradict each other."""
         raise NotImplementedError

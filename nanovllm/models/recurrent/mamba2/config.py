@@ -8,13 +8,6 @@ from nanovllm.models.recurrent import RecurrentConfig, StateShape
 from nanovllm.models.rope import POSITIVE, SIZE
 from nanovllm.validation import BOOLEAN, Rule, by_field, check, choice, list_of, optional
 
-# Names of the same field; the first is ours, as Granite and Falcon have them. The others are Nemotron's.
-NAMES = (
-    ("mamba_n_heads", "mamba_num_heads"), ("mamba_d_head", "mamba_head_dim"), ("mamba_n_groups", "n_groups"),
-    ("mamba_d_state", "ssm_state_size"), ("mamba_d_conv", "conv_kernel"), ("mamba_conv_bias", "use_conv_bias"),
-)  # fmt: skip
-OLD_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}  # in files older than transformers 5
-LETTERS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}  # of ``hybrid_override_pattern``
 SCALES = Rule("a list of five positive numbers", lambda x: x is None or len(x) == 5 and all(map(POSITIVE.accepts, x)),
               lambda x: tuple(x or (1.0,) * 5))  # fmt: skip
 
@@ -45,26 +38,6 @@ class Mamba2Config(RecurrentConfig):
         ("time_step_limit", list_of(choice(0, float("inf"), {"__float__": "Infinity"}), "[0, Infinity] or None")),
     )  # fmt: skip
     layers_field: ClassVar = "layers_block_type"
-
-    @classmethod
-    def adapt(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        """The fields under Granite's names, and the kinds of layers as transformers 5 calls them."""
-        raw = dict(raw)
-        allowed = choice(None, "nope", "rope")
-        positions = check("config.json", "position_embedding_type", raw.get("position_embedding_type"), allowed,
-                          CheckpointError)  # fmt: skip
-        for ours, *others in NAMES:
-            raw[ours] = next((raw[name] for name in (ours, *others) if raw.get(name) is not None), None)
-        kinds = next((raw[name] for name in ("layer_types", "layers_block_type") if raw.get(name)), None)
-        if kinds is None and isinstance(raw.get("hybrid_override_pattern"), str):
-            kinds = [LETTERS.get(letter, letter) for letter in raw["hybrid_override_pattern"]]
-        if isinstance(kinds, (list, tuple)):
-            raw["layer_types"] = [OLD_TYPES.get(kind, kind) for kind in kinds]
-        if raw["mamba_d_head"] in (None, "auto"):
-            raw["mamba_d_head"] = raw.get("mamba_d_ssm") or raw.get("mamba_expand", 2) * raw["hidden_size"]
-            raw["mamba_d_head"] //= raw["mamba_n_heads"]
-        raw["no_rope_layers"] = [int(positions == "rope")] * raw["num_hidden_layers"]  # 1: rotated
-        return raw
 
     @classmethod
     def read(cls, given: dict[str, Any]) -> Self:
