@@ -75,7 +75,7 @@ RULES = by_field(
     ("embedding_multiplier residual_multiplier logits_scaling lm_head_multiplier key_multiplier", SCALE),
     ("attention_in_multiplier attention_out_multiplier", SCALE),
     ("mlp_multipliers", Rule("a list of two positive numbers",
-                             lambda x: x is None or len(x) == 2 and all(map(POSITIVE.accepts, x)),
+                             lambda x: x is None or (len(x) == 2 and all(map(POSITIVE.accepts, x))),
                              lambda x: tuple(x or (1.0, 1.0)))),
     ("sliding_window max_window_layers", COUNT),
     ("num_nextn_predict_layers", MTP_LAYERS),

@@ -8,7 +8,7 @@ from nanovllm.models.recurrent import RecurrentConfig, StateShape
 from nanovllm.models.rope import POSITIVE, SIZE
 from nanovllm.validation import BOOLEAN, Rule, by_field, check, choice, list_of, optional
 
-SCALES = Rule("a list of five positive numbers", lambda x: x is None or len(x) == 5 and all(map(POSITIVE.accepts, x)),
+SCALES = Rule("a list of five positive numbers", lambda x: x is None or (len(x) == 5 and all(map(POSITIVE.accepts, x))),
               lambda x: tuple(x or (1.0,) * 5))  # fmt: skip
 
 
