@@ -158,7 +158,15 @@ GRANITE_MAMBA = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3,
     "logits_scaling": 2.0, "shared_intermediate_size": 72, "num_local_experts": 8, "num_experts_per_tok": 3,
 }
+FALCON = {
+    **MAMBA, "hidden_size": 80, "intermediate_size": 112, "mamba_d_ssm": 256, "head_dim": 32, "key_multiplier": 0.6,
+    "embedding_multiplier": 2.0, "lm_head_multiplier": 0.7, "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.8, "mlp_multipliers": [0.9, 1.3], "ssm_in_multiplier": 1.25,
+    "ssm_multipliers": [0.9, 1.1, 1.4, 0.8, 1.2], "ssm_out_multiplier": 1.5,
+}
 HYBRID_CASES |= {
+    "falcon-h1": ("FalconH1", FALCON),
+    "falcon-h1-norm": ("FalconH1", {**FALCON, "mamba_n_groups": 2, "mamba_rms_norm": True}),
     "granite-mamba-moe": ("GraniteMoeHybrid", GRANITE_MAMBA),
     "granite-mamba": ("GraniteMoeHybrid", {**GRANITE_MAMBA, "num_local_experts": 0, "mamba_d_conv": 3}),
 }

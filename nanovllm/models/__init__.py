@@ -86,6 +86,18 @@ GRANITE_MAMBA2 = Family(
     renamed=(*MAMBA2, (".shared_mlp.input_linear.", ".mlp.gate_up_proj."),
              (".shared_mlp.output_linear.", ".mlp.down_proj.")),
 )
+FALCON_H1 = Family(
+    recurrent="mamba2", spelled=of_mamba2,
+    reads=("embedding_multiplier", "lm_head_multiplier", "key_multiplier", "attention_in_multiplier",
+           "attention_out_multiplier", "mlp_multipliers", "position_embedding_type", "no_rope_layers"),
+    defaults=EPS | {
+        "position_embedding_type": "rope", "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256,
+        "mamba_d_conv": 4, "mamba_d_ssm": 1024, "mamba_rms_norm": False, "mamba_norm_before_gate": True,
+        "max_position_embeddings": 8192,
+    },
+    renamed=(*MAMBA2, (".feed_forward.", ".mlp."), ("pre_ff_layernorm", "post_attention_layernorm"),
+             ("final_layernorm", "norm")),
+)
 QWEN3_5 = QWEN3_NEXT._replace(
     groups_delta_inputs=False,
     renamed=(("language_model.", ""), (".conv1d.weight", ".conv_weight")), skipped=r"mtp\..*", tower=TOWER,
@@ -141,6 +153,7 @@ MODELS = {
                  (".block_sparse_moe.output_linear.weight", ".mlp.experts.down_proj"),
                  (".block_sparse_moe.", ".mlp.")),
     ),
+    "FalconH1ForCausalLM": FALCON_H1,
     "SeedOssForCausalLM": Family(
         reads=("attention_out_bias",), defaults={"head_dim": 128, "attention_bias": True, "attention_out_bias": False}
     ),

@@ -164,6 +164,8 @@ def model_config(raw: dict[str, Any], files: Sequence[Path] = ()) -> ModelConfig
     stretched = [int(rope.factor * rope.original_max_position) for rope in ropes if rope.kind == "yarn"]
     check("config.json", "factor * original_max_position_embeddings", max([1, *stretched]), SIZE, CheckpointError)
     bias = given["attention_bias"] or given["use_bias"]
+    if bias and given["attention_in_multiplier"] != 1:  # it multiplies no bias
+        raise CheckpointError("config.json: attention_bias=True is not supported with an attention_in_multiplier.")
     qkv_bias = family.qkv_bias if given["qkv_bias"] is None else given["qkv_bias"]
     o_bias = given["attention_out_bias"] if family.o_bias is None else family.o_bias
     divisor = given["query_pre_attn_scalar"] or head_dim

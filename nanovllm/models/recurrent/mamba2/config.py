@@ -30,6 +30,7 @@ class Mamba2Config(RecurrentConfig):
     }  # fmt: skip
     rules: ClassVar = by_field(
         ("mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv", SIZE),
+        ("mamba_d_ssm mamba_expand", optional(SIZE)),
         ("mamba_conv_bias mamba_rms_norm mamba_norm_before_gate", optional(BOOLEAN)),
         ("ssm_multipliers", SCALES),
         ("ssm_in_multiplier ssm_out_multiplier", Rule("a number > 0 or None", optional(POSITIVE).accepts,
@@ -47,12 +48,11 @@ class Mamba2Config(RecurrentConfig):
         check("config.json", "mamba_n_groups * mamba_d_state", groups * given["mamba_d_state"], SIZE, CheckpointError)
         if heads % groups:
             raise CheckpointError(f"config.json: {heads} heads of Mamba cannot share {groups} groups.")
-        widths = {"mamba_d_ssm": given.get("mamba_d_ssm"), "mamba_expand * hidden_size": None}
-        if widths["mamba_d_ssm"] is None and given.get("mamba_expand"):
-            widths["mamba_expand * hidden_size"] = given["mamba_expand"] * given["hidden_size"]
-        for name, value in widths.items():
-            if value not in (None, width):
-                raise CheckpointError(f"config.json: {name} is {value}, but mamba_n_heads * mamba_d_head is {width}.")
+        name, value = "mamba_d_ssm", given["mamba_d_ssm"]
+        if value is None and given["mamba_expand"]:
+            name, value = "mamba_expand * hidden_size", given["mamba_expand"] * given["hidden_size"]
+        if value not in (None, width):
+            raise CheckpointError(f"config.json: {name} is {value}, but mamba_n_heads * mamba_d_head is {width}.")
         norm = "first" if given["mamba_norm_before_gate"] else "gated"
         scales = [given["ssm_in_multiplier"] * scale for scale in given["ssm_multipliers"]]
         return cls(
