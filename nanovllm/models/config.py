@@ -4,7 +4,7 @@
 """
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.errors import ConfigError
 from nanovllm.models.families import Family
@@ -33,14 +33,22 @@ class MoEConfig:
     swiglu_limit: float = 0.0  # limit of the clamped SwiGLU; 0: the model's own activation
 
 
+class Scales(NamedTuple):
+    """Factors of a layer's products, folded into weights; ``residual_scale`` comes on top."""
+
+    attention: float = 1.0  # factor of its result
+    gate: float = 1.0  # factor of the MLP's gate before the activation
+    mlp: float = 1.0  # factor of its result
+
+
 @dataclass(frozen=True)
 class LayerConfig:
     """The shape and the switches of one decoder layer."""
 
-    mixer: str = "attention"  # how tokens see each other, a key of ``MIXERS``
+    mixer: str = "attention"  # how tokens see each other, a key of ``MIXERS``; "": they do not
     window: int = 0  # tokens that a token attends to, itself included; 0: all before it
     rope: RopeScaling | None = None  # None: positions are not rotated (NoPE)
-    mlp: str = "dense"  # a key of ``MLPS``
+    mlp: str = "dense"  # a key of ``MLPS``; "": none
     head_dim: int = 0  # of attention, as the next two fields
     num_key_value_heads: int = 0
     keys_are_values: bool = False  # values are the keys before their norm and RoPE
@@ -105,6 +113,7 @@ class ModelConfig:
     fp8: int | None
     dtype: str
     eos_token_ids: tuple[int, ...]
+    scales: Scales = Scales()
 
     model_class = "nanovllm.models.decoder.CausalLM"
 

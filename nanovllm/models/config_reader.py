@@ -12,7 +12,7 @@ from typing import Any
 
 from nanovllm.errors import CheckpointError
 from nanovllm.models import MODELS
-from nanovllm.models.config import LayerConfig, ModelConfig, MoEConfig
+from nanovllm.models.config import LayerConfig, ModelConfig, MoEConfig, Scales
 from nanovllm.models.families import SWITCHES, Family
 from nanovllm.models.kinds import READERS, RECURRENT, load_kind
 from nanovllm.models.recurrent import RecurrentConfig
@@ -73,7 +73,11 @@ RULES = by_field(
     ("rms_norm_eps", POSITIVE),
     ("rope_local_base_freq query_pre_attn_scalar attention_multiplier", optional(POSITIVE)),
     ("attn_logit_softcapping final_logit_softcapping", optional(POSITIVE)),
-    ("embedding_multiplier residual_multiplier logits_scaling", SCALE),
+    ("embedding_multiplier residual_multiplier logits_scaling lm_head_multiplier key_multiplier", SCALE),
+    ("attention_in_multiplier attention_out_multiplier", SCALE),
+    ("mlp_multipliers", Rule("a list of two positive numbers",
+                             lambda x: x is None or (len(x) == 2 and all(map(POSITIVE.accepts, x))),
+                             lambda x: tuple(x or (1.0, 1.0)))),
     ("sliding_window max_window_layers", COUNT),
     ("num_kv_shared_layers hidden_size_per_layer_input vocab_size_per_layer_input", COUNT),
     ("num_nextn_predict_layers", MTP_LAYERS),
@@ -106,6 +110,7 @@ MOE_NAMES = (  # names of the same field; the first is ours
     ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     ("num_experts_per_tok", "moe_k", "top_k_experts"),
     ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
+    ("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size"),
     ("routed_scaling_factor", "router_scaling_factor"),
     ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"),
     ("decoder_sparse_step", "moe_layer_interval"),
@@ -168,6 +173,8 @@ def model_config(raw: dict[str, Any], files: Sequence[Path] = ()) -> ModelConfig
     stretched = [int(rope.factor * rope.original_max_position) for rope in ropes if rope.kind == "yarn"]
     check("config.json", "factor * original_max_position_embeddings", max([1, *stretched]), SIZE, CheckpointError)
     bias = given["attention_bias"] or given["use_bias"]
+    if bias and given["attention_in_multiplier"] != 1:  # it multiplies no bias
+        raise CheckpointError("config.json: attention_bias=True is not supported with an attention_in_multiplier.")
     qkv_bias = family.qkv_bias if given["qkv_bias"] is None else given["qkv_bias"]
     o_bias = given["attention_out_bias"] if family.o_bias is None else family.o_bias
     divisor = given["query_pre_attn_scalar"] or head_dim
@@ -185,13 +192,18 @@ def model_config(raw: dict[str, Any], files: Sequence[Path] = ()) -> ModelConfig
         "mlp_bias": given["mlp_bias"] or given["use_bias"],
         "act": ACTIVATIONS[given["hidden_act"]],
         "qk_norm": family.qk_norm or "head" * given["use_qk_norm"],
-        "attention_scale": given["attention_multiplier"] or divisor**-0.5,
+        # a factor of the input of q, k and v is one of the scores, squared, and of the result
+        "attention_scale": (given["attention_multiplier"] or divisor**-0.5) * given["key_multiplier"]
+        * given["attention_in_multiplier"] ** 2,
+        "scales": Scales(
+            given["attention_in_multiplier"] * given["attention_out_multiplier"], *given["mlp_multipliers"]
+        ),
         "attention_softcap": given["attn_logit_softcapping"] or 0.0,
         "logit_softcap": given["final_logit_softcapping"] or 0.0,
         "embed_scale": hidden**0.5 if family.embed_scaled else given["embedding_multiplier"],
         "per_layer_size": given["hidden_size_per_layer_input"],
         "residual_scale": given["residual_multiplier"],
-        "logit_scale": 1 / given["logits_scaling"] if has_lm_head else 1.0,
+        "logit_scale": given["lm_head_multiplier"] / given["logits_scaling"] if has_lm_head else 1.0,
         "layers": layers,
         "moe": _moe(given, family) if family.experts else None,
         "has_lm_head": has_lm_head,
@@ -227,6 +239,9 @@ def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     if raw.get("rotary_dim") and raw.get("partial_rotary_factor") is None:  # MiniMax's form
         sizes = check_all("config.json", raw, {"rotary_dim": SIZE, "head_dim": SIZE}, CheckpointError)
         raw["partial_rotary_factor"] = sizes["rotary_dim"] / sizes["head_dim"]
+    if family.without_experts and not any(raw.get(field) for field in MOE_NAMES[0]):
+        family = family.without_experts
+        raw["intermediate_size"] = raw.get("shared_intermediate_size", raw.get("intermediate_size"))
     if raw.get("tie_word_embeddings") is None:
         raw["tie_word_embeddings"] = family.defaults.get("tie_word_embeddings")
     if raw["hidden_act"] in (None, "gelu"):  # Gemma's old files say so, and mean the tanh form
@@ -256,7 +271,8 @@ def _layers(raw: dict[str, Any], given: dict[str, Any], family: Family,
             weights: list[dict[str, Any]]) -> tuple[LayerConfig, ...]:
     window = 0 if given["use_sliding_window"] is False else given["sliding_window"]
     recurrent = RECURRENT_CONFIGS.get(family.recurrent)
-    kinds, mixers = _kinds(given, family, recurrent, window), recurrent.mixers if recurrent else {}
+    kinds = _kinds(given, family, recurrent, window)
+    mixers, mlps = (recurrent.mixers, recurrent.mlps) if recurrent else ({}, {})
     assert not (family.experts and family.post_norm and family.sparse_mlp == "experts"), "they add the residual"
     windows = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
     ropes = _ropes(raw, given, family, windows)
@@ -269,7 +285,7 @@ def _layers(raw: dict[str, Any], given: dict[str, Any], family: Family,
     for i, (kind, window, rope, heads) in enumerate(zip(kinds, windows, ropes, _heads(given, kinds), strict=True)):
         mixer, shares = mixers.get(kind, "attention"), i >= first_shared
         own: dict[str, Any] = {
-            "mlp": family.sparse_mlp if family.experts and _is_sparse(given, i) else "dense",
+            "mlp": mlps.get(kind, family.sparse_mlp if family.experts and _is_sparse(given, i) else "dense"),
             "intermediate_size": given["intermediate_size"] * (2 if shares and given["use_double_wide_mlp"] else 1),
             **weights[i],
         }  # fmt: skip

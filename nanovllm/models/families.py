@@ -34,6 +34,7 @@ class Family(NamedTuple):
     rotates_windows_only: bool = False  # in a model with windows, layers without one have no RoPE
     decoder: str = "plain"  # a key of ``DECODERS``
     sparse_mlp: str = "experts"  # MLP of the sparse layers, a key of ``MLPS``
+    without_experts: "Family | None" = None  # the row of its models whose number of experts is 0
     experts: str = ""  # scores of a mixture of experts: "softmax" or "sigmoid"; "": dense
     has_correction_bias: bool = False  # a bias of each expert counts for the choice, and not for its weight
     choice_eps: float = 1e-20  # added to the sum that the weights of the chosen experts are divided by

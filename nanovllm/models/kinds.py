@@ -17,11 +17,14 @@ DECODERS = {
 MIXERS = {
     "attention": "nanovllm.models.decoder.SelfAttention",
     "gated_delta_net": "nanovllm.models.recurrent.gated_delta_net.mixer.GatedDeltaNet",
+    "mamba2": "nanovllm.models.recurrent.mamba2.mixer.Mamba2",
+    "mamba2_beside_attention": "nanovllm.models.recurrent.mamba2.mixer.Mamba2BesideAttention",
     "short_conv": "nanovllm.models.recurrent.short_conv.mixer.ShortConv",
 }
 # keyed by ``Family.recurrent``: subclasses of ``recurrent.RecurrentConfig``
 RECURRENT: dict[str, str] = {
     "gated_delta_net": "nanovllm.models.recurrent.gated_delta_net.config.GatedDeltaConfig",
+    "mamba2": "nanovllm.models.recurrent.mamba2.config.Mamba2Config",
     "short_conv": "nanovllm.models.recurrent.short_conv.config.ShortConvConfig",
 }
 # keyed by ``LayerConfig.mlp``

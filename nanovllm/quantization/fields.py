@@ -35,6 +35,7 @@ MIXER_LINEARS: dict[str, dict[str, tuple[str, ...]]] = {
     "gated_delta_net": {
         "linear_attn.in_proj": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"), "linear_attn.out_proj": (),
     },
+    "mamba2": {"mamba.in_proj": (), "mamba.out_proj": ()},
     "short_conv": {"conv.in_proj": (), "conv.out_proj": ()},
 }  # fmt: skip
 

@@ -29,8 +29,9 @@ class RecurrentConfig:
 
     Attributes:
         operations: folder in ``kernels/``.
-        mixers: name in ``layer_types`` of ``config.json`` -> mixer, a key of ``MIXERS``.
+        mixers: name in ``layer_types`` of ``config.json`` -> mixer, a key of ``MIXERS``, or "" for none.
         rules: the fields of ``config.json``, which other models may not have.
+        mlps: name in ``layer_types`` -> its MLP, a key of ``MLPS``, or "" for none, where it differs from others'.
         layers_field: the field that tells the kinds of layers where ``layer_types`` is absent.
     """
 
@@ -38,6 +39,7 @@ class RecurrentConfig:
     mixers: ClassVar[dict[str, str]]
     rules: ClassVar[dict[str, Rule]]
     layers_field: ClassVar[str]
+    mlps: ClassVar[dict[str, str]] = {}
 
     @classmethod
     def read(cls, given: dict[str, Any]) -> Self:

@@ -37,6 +37,7 @@ class RecurrentMixer(nn.Module):
     in_proj: MergedColumnParallelLinear
     out_proj: RowParallelLinear
     weights: Any
+    adds_residual = True
 
     def __init__(self, config: ModelConfig, tp: TPGroup):
         super().__init__()
@@ -61,7 +62,7 @@ class RecurrentMixer(nn.Module):
             )
         if context.logits_indices is not None:
             y, residual = y[context.logits_indices], residual[context.logits_indices]
-        return self.out_proj(y, residual=residual)
+        return self.out_proj(y, residual=residual if self.adds_residual else None)
 
 
 def joint_projection(hidden_size: int, sizes: dict[str, int], joined: dict[str, tuple[tuple[str, ...], int]],
@@ -71,17 +72,25 @@ def joint_projection(hidden_size: int, sizes: dict[str, int], joined: dict[str, 
     return MergedColumnParallelLinear(hidden_size, shards, tp=tp, precision=precision)
 
 
-def conv_weight(sizes: list[int], num_taps: int, tp: TPGroup) -> nn.Parameter:
+def conv_weight(sizes: list[int] | Shards, num_taps: int, tp: TPGroup) -> nn.Parameter:
     """The weight of a convolution per channel, [this rank's channels, W], loaded from [channels of all ranks, 1, W].
 
     ``sizes``: channels of all ranks, of the parts that are sharded each for itself.
     """
-    param, N = nn.Parameter(torch.empty(sum(sizes) // tp.size, num_taps), requires_grad=False), sum(sizes)
+    shards = Shards.of(sizes, tp.rank, tp.size)
+    N = sum(shard.num_rows_in_checkpoint() for shard in shards.values())
+    param = nn.Parameter(torch.empty(sum(shards.sizes), num_taps), requires_grad=False)
 
     def load(param: nn.Parameter, loaded: CheckpointTensor, shard_id: None = None) -> None:
         loaded.fit([N, 1, num_taps])
-        flat = CheckpointTensor(loaded.name, [N, num_taps], lambda index: loaded.read(index[:1]).squeeze(1))
-        Shards.of(sizes, tp.rank, tp.size).load(param, flat)
+        shards.load(param, CheckpointTensor(loaded.name, [N, num_taps], lambda i: loaded.read(i[:1]).squeeze(1)))
 
     param.weight_loader = load  # type: ignore[attr-defined]
+    return param
+
+
+def conv_bias(shards: Shards) -> nn.Parameter:
+    """The bias of a convolution per channel, [this rank's channels]."""
+    param = nn.Parameter(torch.empty(sum(shards.sizes)), requires_grad=False)
+    param.weight_loader = shards.load  # type: ignore[attr-defined]
     return param
