@@ -31,6 +31,10 @@ OF_HEAD = {"vision_config": VISION["vision_config"] | {"out_hidden_size": 80}}  
 OF_QWEN2_VL = {"vision_config": VISION["vision_config"] | {"hidden_size": 64}}  # of its tokens
 SLIDING, FULL = "sliding_attention", "full_attention"
 MIXED = [SLIDING, SLIDING, FULL, SLIDING]
+GEMMA4 = {
+    "hidden_size": 80, "head_dim": 16, "global_head_dim": 32, "num_hidden_layers": 6, "sliding_window": 12,
+    "layer_types": [SLIDING, SLIDING, FULL] * 2, "tie_word_embeddings": True, "final_logit_softcapping": 5.0,
+}  # fmt: skip
 
 
 def longrope(dims, **more):
@@ -72,6 +76,18 @@ CASES: dict[str, tuple[str, dict]] = {
             SLIDING: {"rope_type": "default", "rope_theta": 1e4},
         },
     }),
+    # K = V in full layers, which have larger heads, and fewer KV heads
+    "gemma4": ("Gemma4Text", {
+        **GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
+    }),
+    # its last three layers share keys and values
+    "gemma4-e4b": ("Gemma4Text", {
+        **GEMMA4, "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 144, "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+    }),
+    "gemma4-unified": ("Gemma4UnifiedText", {
+        **GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+    }),
     "ministral3": ("Ministral3", {**HEAD, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8,
                                                               "llama_4_scaling_beta": 0.3}}),
     "mistral3": ("Mistral3", {**HEAD, "model_type": "ministral3", **VISION, "rope_parameters": {
@@ -96,6 +112,10 @@ CASES: dict[str, tuple[str, dict]] = {
 }  # fmt: skip
 MOE = dict(num_experts=8, num_experts_per_tok=3)
 MOE_CASES: dict[str, tuple[str, dict]] = {  # experts of 48 or 112 units, so that four ranks share them
+    "gemma4-moe": ("Gemma4Text", {
+        **CASES["gemma4"][1], "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3,
+        "moe_intermediate_size": 48,
+    }),
     "qwen3-moe": ("Qwen3Moe", {
         **HEAD, **MOE, "moe_intermediate_size": 48, "norm_topk_prob": True, "mlp_only_layers": [1],
     }),
@@ -204,15 +224,17 @@ def make(path, name, seed=0, **more):
         if type(module).__name__ == "GptOssExperts":  # of transformers 5.17, which knows 7.0 only
             module.limit = config.swiglu_limit
     generator = torch.Generator().manual_seed(seed)
-    choice = [(n, b) for n, b in model.named_buffers() if "correction_bias" in n or "expert_bias" in n]
+    names = "correction_bias", "expert_bias", "layer_scalar"
+    choice = [(n, b) for n, b in model.named_buffers() if any(name in n for name in names)]
     for param_name, p in [*model.named_parameters(), *choice]:
         std = 0.15
         if name in HYBRID_CASES:  # larger ones amplify rounding: in transformers too
             std = 1.0 if "embed" in param_name else 0.3 if p.dim() == 1 else 0.05
             std = 0.5 if ".conv.conv." in param_name or "mamba.conv1d.weight" in param_name else std
         p.data.normal_(0.0, 0.3 if "norm" in param_name else 2.0 if "sinks" in param_name else std, generator=generator)
-        has_offset = kind.startswith(("Gemma", "Qwen3_5", "Qwen3Next")) and "linear_attn.norm" not in param_name
-        if "norm" in param_name and not has_offset:
+        is_delta = kind.startswith(("Qwen3_5", "Qwen3Next"))
+        has_offset = kind in ("Gemma", "Gemma2", "Gemma3Text") or (is_delta and "linear_attn.norm" not in param_name)
+        if ("norm" in param_name and not has_offset) or "scal" in param_name:
             p.data.add_(1.0)
     model.save_pretrained(path)
     return model.eval()

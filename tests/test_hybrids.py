@@ -1,7 +1,7 @@
-"""Models with recurrent layers (Qwen3.5, Qwen3-Next) against transformers: logits and greedy tokens.
+"""Models with recurrent layers (Qwen3.5, Qwen3-Next, LFM2) against transformers: logits and greedy tokens.
 
-Tolerance in fp32: 1e-5 of the largest logit; measured 4e-7. ``kernels/test_gated_delta.py`` has the kernels,
-``engine/test_snapshots.py`` the prefix cache of states.
+Tolerance in fp32: 1e-5 of the largest logit; measured 4e-7. ``kernels/test_gated_delta.py`` and
+``kernels/test_short_conv.py`` have the kernels, ``engine/test_snapshots.py`` the prefix cache of states.
 """
 
 import json
@@ -169,10 +169,13 @@ def test_ranks_divide_the_key_heads(checkpoint, make_llm):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, {"state_dtype": "float16"}, {"quantization": "fp8", "kv_cache_dtype": "fp8"}])
-def test_bf16_on_the_gpu(options, checkpoint, make_llm):
+@pytest.mark.parametrize(("case", "options"), [
+    ("qwen3.5", {}), ("qwen3.5", {"state_dtype": "float16"}), ("lfm2", {}), ("lfm2-moe", {}),
+    *((case, {"quantization": "fp8", "kv_cache_dtype": "fp8"}) for case in ("qwen3.5", "lfm2", "lfm2-moe")),
+])  # fmt: skip
+def test_bf16_on_the_gpu(case, options, checkpoint, make_llm):
     """No token is far from the best one."""
-    path, model = checkpoint("qwen3.5")
+    path, model = checkpoint(case)
     llm = make_llm(model=path, device="cuda", dtype="bfloat16", **OPTIONS, **options)
     completions = generate(llm, PROMPTS, greedy(NUM_DECODED))
     assert max(worst_choices(model, PROMPTS, completions)) < (0.6 if "quantization" in options else 0.25)

@@ -125,8 +125,8 @@ VALUES = {
         ]},
         f"'silu' or 'swish' or 'gelu_pytorch_tanh' {OTHERS}": {"hidden_act": ["gelu", "relu", None]},
         f"'bfloat16' or 'float16' or 'float32' {OTHERS}": {"dtype": ["float8_e4m3fn"]},
-        f"'default' or 'linear' or 'llama3' or 'yarn' or 'longrope' or 'dynamic' {OTHERS}": {
-            "rope_type": ["proportional", ["yarn"]],
+        f"'default' or 'linear' or 'llama3' or 'yarn' or 'longrope' or 'proportional' or 'dynamic' {OTHERS}": {
+            "rope_type": ["axial", ["yarn"]],
         },
     },
 }  # fmt: skip

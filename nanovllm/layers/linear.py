@@ -92,14 +92,17 @@ class QKVParallelLinear(MergedColumnParallelLinear):
     """Query, key and value projections as a single product; ``shard_id`` is "q", "k" or "v".
 
     ``orders``: order of the dimensions of each head; ``head_dim`` includes padding. ``has_gate``: the checkpoint's
-    q_proj has a gate after the query of each head. Here all gates come last.
+    q_proj has a gate after the query of each head. Here all gates come last. ``k_is_v``: it has no v_proj, and k_proj
+    is both. Without KV heads there is q alone.
     """
 
     def __init__(self, hidden_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool = False,
                  tp: TPGroup = SINGLE_RANK, precision: Any = None, orders: HeadOrders = HeadOrders(),
-                 has_gate: bool = False):
-        shards = Shards.of_heads(head_dim, num_heads, num_kv_heads, tp.rank, tp.size, orders, has_gate)
+                 has_gate: bool = False, k_is_v: bool = False):
+        shards = Shards.of_heads(head_dim, num_heads, num_kv_heads, tp.rank, tp.size, orders, has_gate, k_is_v)
         super().__init__(hidden_size, shards, bias, tp, precision)
+        for param in self.parameters():  # parts that a checkpoint has
+            param.shard_ids = "qk"[: 1 + (num_kv_heads > 0)] if k_is_v or not num_kv_heads else "qkv"  # type: ignore[attr-defined]
         self.head_dim, self.orders = head_dim, orders
         q_size, kv_size, _, *gates = shards.sizes
         self.num_heads, self.num_kv_heads, self.num_gates = q_size // head_dim, kv_size // head_dim, sum(gates)

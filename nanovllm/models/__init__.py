@@ -33,6 +33,37 @@ GEMMA3 = Family(
     },
     renamed=GEMMA_NORMS,
 )  # fmt: skip
+GEMMA4 = Family(
+    decoder="gemma4", qk_norm="head", v_norm=True, post_norm=True, embed_scaled=True, windows="pattern",
+    experts="softmax", sparse_mlp="dense and experts",
+    reads=(
+        "sliding_window", "final_logit_softcapping", "attention_multiplier", "attention_k_eq_v", "global_head_dim",
+        "num_global_key_value_heads", "per_layer_config", "num_kv_shared_layers", "use_double_wide_mlp",
+        "hidden_size_per_layer_input", "enable_moe_block", "use_bidirectional_attention",
+    ),
+    defaults=GEMMA | {
+        "attention_multiplier": 1.0, "sliding_window": 512, "sliding_window_pattern": 6, "global_head_dim": 512,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262_144, "max_position_embeddings": 131_072,
+        "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        },
+    },
+    renamed=(
+        ("language_model.", ""), (".router.proj.", ".mlp.gate."), (".router.scale", ".mlp.gate_norm.weight"),
+        (".router.per_expert_scale", ".mlp.expert_scales"), (".experts.", ".mlp.experts."),
+        ("pre_feedforward_layernorm_2", "mlp.experts_norm"),
+        ("post_feedforward_layernorm_1", "mlp_post_norm.dense_norm"),
+        ("post_feedforward_layernorm_2", "mlp_post_norm.experts_norm"), *GEMMA_NORMS,
+    ),
+    tower=r"(?:model\.)?(?:vision_tower|vision_embedder|embed_vision|audio_tower|embed_audio)\..+",
+)  # fmt: skip
+GEMMA4_UNIFIED = GEMMA4._replace(
+    defaults=GEMMA4.defaults | {
+        "sliding_window": 1024, "max_position_embeddings": 262_144, "hidden_size_per_layer_input": 0,
+    },
+)  # fmt: skip
 POST = (("post_attention_layernorm", "mixer_post_norm"), ("post_feedforward_layernorm", "mlp_post_norm"))
 EPS = {"rms_norm_eps": 1e-5}
 OLMO2 = Family(qk_norm="full", pre_norm=False, post_norm=True, defaults=EPS, renamed=POST)
@@ -186,6 +217,8 @@ MODELS = {
     ),
     "Gemma3ForCausalLM": GEMMA3,
     "Gemma3ForConditionalGeneration": GEMMA3._replace(renamed=VISION["renamed"] + GEMMA3.renamed, tower=TOWER),
+    **dict.fromkeys(("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), GEMMA4),
+    **dict.fromkeys(("Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"), GEMMA4_UNIFIED),
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": OLMO2._replace(
         windows="pattern", plain_window_rope=True, reads=("sliding_window",),

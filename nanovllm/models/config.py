@@ -43,12 +43,18 @@ class Scales(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """The switches of one decoder layer."""
+    """The shape and the switches of one decoder layer."""
 
     mixer: str = "attention"  # how tokens see each other, a key of ``MIXERS``; "": they do not
     window: int = 0  # tokens that a token attends to, itself included; 0: all before it
     rope: RopeScaling | None = None  # None: positions are not rotated (NoPE)
     mlp: str = "dense"  # a key of ``MLPS``; "": none
+    head_dim: int = 0  # of attention, as the next two fields
+    num_key_value_heads: int = 0
+    keys_are_values: bool = False  # values are the keys before their norm and RoPE
+    intermediate_size: int = 0
+    kind: str = "full_attention"  # its name in ``layer_types``
+    shares_kv: bool = False  # it attends to the keys and values of the last layer of its kind that has its own
     fp8_linears: frozenset[str] = frozenset()  # keys of ``linears`` whose layers are FP8
     # by key of ``linears``, or by part where parts differ; these become 16 bits
     packed_schemes: tuple[tuple[str, "PackedScheme"], ...] = ()
@@ -57,6 +63,11 @@ class LayerConfig:
     def attends(self) -> bool:
         """Whether it has keys and values, maybe beside a state."""
         return self.mixer.endswith("attention")
+
+    @property
+    def num_stored_heads(self) -> int:
+        """KV heads that this layer stores."""
+        return 0 if self.shares_kv else self.num_key_value_heads
 
     def for_length(self, max_model_len: int) -> "LayerConfig":
         """Adapt to requests of at most ``max_model_len`` tokens: a window that holds them all is dropped."""
@@ -73,8 +84,6 @@ class ModelConfig:
     hidden_size: int
     intermediate_size: int
     num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
     tie_word_embeddings: bool
@@ -87,6 +96,7 @@ class ModelConfig:
     attention_softcap: float  # scores x are cap * tanh(x / cap); 0: as they are
     logit_softcap: float  # the same for logits
     embed_scale: float  # factor of the embeddings
+    per_layer_size: int  # size of the embedding that each layer gets of each token besides; 0: none
     residual_scale: float  # factor of the results of attention and MLP
     logit_scale: float  # factor of the logits
     layers: tuple[LayerConfig, ...]  # the decoder's layers, first to last
@@ -108,6 +118,20 @@ class ModelConfig:
     model_class = "nanovllm.models.decoder.CausalLM"
 
     @property
+    def attention_layers(self) -> tuple[LayerConfig, ...]:
+        return tuple(layer for layer in self.layers if layer.attends)
+
+    @property
+    def head_dim(self) -> int:
+        """Size of the largest heads."""
+        return max(layer.head_dim for layer in self.attention_layers)
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """KV heads of the layers that have the fewest."""
+        return min(layer.num_key_value_heads for layer in self.attention_layers)
+
+    @property
     def num_hidden_layers(self) -> int:
         return len(self.layers)
 
@@ -118,7 +142,7 @@ class ModelConfig:
     @property
     def ropes(self) -> tuple[RopeScaling | None, ...]:
         """Rotary settings of the attention layers; None: not rotated."""
-        return tuple(layer.rope for layer in self.layers if layer.attends)
+        return tuple(layer.rope for layer in self.attention_layers)
 
     def for_length(self, max_model_len: int) -> "ModelConfig":
         """Adapt the layers to requests of at most ``max_model_len`` tokens."""
@@ -163,6 +187,10 @@ class ModelConfig:
         """A regular expression of the tensors that checkpoints may hold and the model does without."""
         unused = [r".*rotary_emb\.inv_freq", self.family.skipped or r"(?!)"]
         unused += [self.family.tower] * (not has_tower and self.family.tower != "")
+        unused += [
+            rf"model\.(language_model\.)?layers\.{i}\.self_attn\.([kv]_proj|[kv]_norm)\..*"
+            for i, layer in enumerate(self.layers) if layer.shares_kv
+        ]  # fmt: skip
         drafts = range(self.num_hidden_layers, self.num_hidden_layers + self.num_nextn_predict_layers)
         unused += [rf"model\.(language_model\.)?layers\.{i}\..*" for i in drafts]
         unused += [UNUSED_TENSORS] * (self.fp8 is not None)
@@ -185,11 +213,11 @@ class ModelConfig:
     def prove(self, model: Any, block_size: int, captures: bool = False, rehearses: bool = False) -> None:
         """Compare a loaded model with its original. Rows need none: tests compare them with transformers."""
 
-    def check_padded_heads(self, padded: int) -> None:
+    def check_padded_heads(self, head_dim: int, padded: int) -> None:
         """Raise ConfigError unless heads padded with zeros to size ``padded`` give the model's numbers."""
-        if padded == self.head_dim:
+        if padded == head_dim:
             return
-        what = f"the model's heads of {self.head_dim} are padded with zeros to {padded} for the GPU's kernels, and"
+        what = f"the model's heads of {head_dim} are padded with zeros to {padded} for the GPU's kernels, and"
         if self.qk_norm:
             raise ConfigError(f"{what} its norms of q and k would count them. Use device='cpu', which pads nothing.")
         fp8_linears = frozenset().union(*(layer.fp8_linears for layer in self.layers))
@@ -223,8 +251,9 @@ class ModelConfig:
                 f"tensor_parallel_size={size} must leave each rank a multiple of {GROUP} of the "
                 f"{self.moe.expert_size} intermediate units of an expert, which share a scale of MXFP4."
             )
-        if self.num_key_value_heads % size and size % self.num_key_value_heads:
-            raise ConfigError(
-                f"tensor_parallel_size={size} must divide the model's {self.num_key_value_heads} KV heads, "
-                "or be a multiple of their number."
-            )
+        for heads in {layer.num_key_value_heads: None for layer in self.attention_layers}:
+            if heads % size and size % heads:
+                raise ConfigError(
+                    f"tensor_parallel_size={size} must divide the model's {heads} KV heads, "
+                    "or be a multiple of their number."
+                )

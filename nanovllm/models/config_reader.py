@@ -69,6 +69,7 @@ RULES = by_field(
     ("vocab_size hidden_size intermediate_size num_attention_heads max_position_embeddings", SIZE),
     ("num_hidden_layers", LAYERS),
     ("num_key_value_heads head_dim no_rope_layer_interval", optional(SIZE)),
+    ("num_global_key_value_heads global_head_dim", optional(SIZE)),
     ("rms_norm_eps", POSITIVE),
     ("rope_local_base_freq query_pre_attn_scalar attention_multiplier", optional(POSITIVE)),
     ("attn_logit_softcapping final_logit_softcapping", optional(POSITIVE)),
@@ -78,12 +79,15 @@ RULES = by_field(
                              lambda x: x is None or (len(x) == 2 and all(map(POSITIVE.accepts, x))),
                              lambda x: tuple(x or (1.0, 1.0)))),
     ("sliding_window max_window_layers", COUNT),
+    ("num_kv_shared_layers hidden_size_per_layer_input vocab_size_per_layer_input", COUNT),
     ("num_nextn_predict_layers", MTP_LAYERS),
     ("tie_word_embeddings attention_bias mlp_bias use_bias use_qk_norm", FLAG),
+    ("attention_k_eq_v use_double_wide_mlp", FLAG),
+    ("use_bidirectional_attention", supported(None, False, "vision")),  # of images alone
     ("attention_out_bias qkv_bias use_sliding_window", optional(BOOLEAN)),
     ("dtype", supported(*DTYPES)),
     ("eos_token_id", TOKEN_IDS),
-    ("rope_parameters rope_scaling id2label", OBJECT),
+    ("rope_parameters rope_scaling id2label per_layer_config", OBJECT),
     ("sliding_window_pattern", PATTERN),
     ("problem_type", choice(None, *PROBLEMS)),
     ("classifier_from_token", list_of(Rule("", lambda x: isinstance(x, str)), "a list of two tokens")),
@@ -103,7 +107,8 @@ MOE_RULES = by_field(
     ("swiglu_limit", optional(POSITIVE)),
 )
 MOE_NAMES = (  # names of the same field; the first is ours
-    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), ("num_experts_per_tok", "moe_k"),
+    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    ("num_experts_per_tok", "moe_k", "top_k_experts"),
     ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
     ("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size"),
     ("routed_scaling_factor", "router_scaling_factor"),
@@ -116,12 +121,18 @@ RECURRENT_CONFIGS: dict[str, type[RecurrentConfig]] = {name: load_kind(path) for
 DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": DEFAULT_MAX_POSITION, "rms_norm_eps": 1e-6}
 
 
-def read_model_config(model_path: str) -> ModelConfig:
-    """Read ``config.json`` of a directory, and ModelOpt's older file next to it."""
+def read_raw(model_path: str) -> dict[str, Any]:
+    """``config.json`` of a directory, and ModelOpt's older file next to it."""
     raw, modelopt = read_json(Path(model_path, "config.json")), Path(model_path, "hf_quant_config.json")
     if modelopt.is_file() and not raw.get("quantization_config"):
         given = check(str(modelopt), "quantization", read_json(modelopt).get("quantization"), OBJECT, CheckpointError)
         raw["quantization_config"] = {"quant_method": "modelopt", **(given or {})}
+    return raw
+
+
+def read_model_config(model_path: str) -> ModelConfig:
+    """Read the configuration of a directory's model."""
+    raw = read_raw(model_path)
     files, given = sorted(Path(model_path).glob("*.safetensors")), raw.get("architectures")
     is_bare = any(name.startswith("layers.") for file in files[:1] for name in tensor_names(file))
     if is_bare and isinstance(given, list) and not any("lm_head.weight" in tensor_names(file) for file in files):
@@ -149,17 +160,15 @@ def model_config(raw: dict[str, Any], files: Sequence[Path] = ()) -> ModelConfig
     rules = RULES | (MOE_RULES if family.experts else {})
     rules |= recurrent.rules | {"layer_types": layer_types(*recurrent.mixers)} if recurrent else {}
     given = check_all("config.json", raw, rules, CheckpointError)
-    heads, hidden = given["num_attention_heads"], given["hidden_size"]
-    kv_heads = given["num_key_value_heads"] or heads
-    if heads % kv_heads:
-        raise CheckpointError(f"config.json: {heads} attention heads cannot be shared by {kv_heads} KV heads.")
-    head_dim = given["head_dim"] or hidden // heads
-    check("config.json", "num_attention_heads * head_dim", heads * head_dim or 1, SIZE, CheckpointError)
+    hidden, head_dim = given["hidden_size"], given["head_dim"] or given["hidden_size"] // given["num_attention_heads"]
     quant_method, fp8, weights = read_quantization(raw, family, files)
     layers = _layers(raw, given, family, weights)
     ropes = [rope for rope in dict.fromkeys(layer.rope for layer in layers) if rope]
-    for rope in ropes:
-        rope.check_head(head_dim)
+    for rope, size in dict.fromkeys((layer.rope, layer.head_dim) for layer in layers):
+        if rope:
+            rope.check_head(size)
+    if given["hidden_size_per_layer_input"] and given["vocab_size_per_layer_input"] != given["vocab_size"]:
+        raise CheckpointError("config.json: vocab_size_per_layer_input must be vocab_size.")
     # Qwen's recipe for yarn adds rope_scaling to a config.json and leaves max_position_embeddings
     stretched = [int(rope.factor * rope.original_max_position) for rope in ropes if rope.kind == "yarn"]
     check("config.json", "factor * original_max_position_embeddings", max([1, *stretched]), SIZE, CheckpointError)
@@ -177,8 +186,6 @@ def model_config(raw: dict[str, Any], files: Sequence[Path] = ()) -> ModelConfig
     num_labels = 0 if has_lm_head or name.endswith(BARE) else len(given["id2label"] or (0, 1))
     given |= {
         "family": family,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
         "max_position_embeddings": max(given["max_position_embeddings"], *stretched, 0),
         "qkv_bias": bias if qkv_bias is None else qkv_bias,
         "o_bias": bias if o_bias is None else o_bias,
@@ -194,6 +201,7 @@ def model_config(raw: dict[str, Any], files: Sequence[Path] = ()) -> ModelConfig
         "attention_softcap": given["attn_logit_softcapping"] or 0.0,
         "logit_softcap": given["final_logit_softcapping"] or 0.0,
         "embed_scale": hidden**0.5 if family.embed_scaled else given["embedding_multiplier"],
+        "per_layer_size": given["hidden_size_per_layer_input"],
         "residual_scale": given["residual_multiplier"],
         "logit_scale": given["lm_head_multiplier"] / given["logits_scaling"] if has_lm_head else 1.0,
         "layers": layers,
@@ -239,6 +247,8 @@ def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     if raw["hidden_act"] in (None, "gelu"):  # Gemma's old files say so, and mean the tanh form
         raw["hidden_act"] = family.defaults.get("hidden_act", raw["hidden_act"])
     raw["hidden_act"] = raw.get("hidden_activation") or raw["hidden_act"]
+    if "enable_moe_block" in family.reads and not raw.get("enable_moe_block"):
+        family = family._replace(experts="")
     if family.experts:
         for names in MOE_NAMES:
             raw[names[0]] = next((raw[name] for name in names if raw.get(name) is not None), None)
@@ -261,18 +271,62 @@ def _layers(raw: dict[str, Any], given: dict[str, Any], family: Family,
             weights: list[dict[str, Any]]) -> tuple[LayerConfig, ...]:
     window = 0 if given["use_sliding_window"] is False else given["sliding_window"]
     recurrent = RECURRENT_CONFIGS.get(family.recurrent)
-    kinds, mixers = _kinds(given, family, recurrent, window), recurrent.mixers if recurrent else {}
-    assert not (family.experts and family.post_norm), "experts add the residual themselves"
+    kinds = _kinds(given, family, recurrent, window)
+    mixers, mlps = (recurrent.mixers, recurrent.mlps) if recurrent else ({}, {})
+    assert not (family.experts and family.post_norm and family.sparse_mlp == "experts"), "they add the residual"
     windows = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
     ropes = _ropes(raw, given, family, windows)
-    mlps = ["experts" if family.experts and _is_sparse(given, i) else "dense" for i in range(len(kinds))]
-    mlps = [recurrent.mlps.get(kind, mlp) if recurrent else mlp for kind, mlp in zip(kinds, mlps, strict=True)]
-    return tuple(
-        LayerConfig(mixer, width, rope if mixer.endswith("attention") else None, mlp, **of_layer)
-        for mixer, width, rope, mlp, of_layer in zip(
-            (mixers.get(kind, "attention") for kind in kinds), windows, ropes, mlps, weights, strict=True
+    num_shared, layers = given["num_kv_shared_layers"], []
+    first_shared = len(kinds) - num_shared
+    if num_shared and not set(kinds[first_shared:]) <= set(kinds[: max(0, first_shared)]):
+        raise CheckpointError(
+            f"config.json: num_kv_shared_layers={num_shared} leaves no layer of a kind with keys and values of its own."
         )
-    )
+    for i, (kind, window, rope, heads) in enumerate(zip(kinds, windows, ropes, _heads(given, kinds), strict=True)):
+        mixer, shares = mixers.get(kind, "attention"), i >= first_shared
+        own: dict[str, Any] = {
+            "mlp": mlps.get(kind, family.sparse_mlp if family.experts and _is_sparse(given, i) else "dense"),
+            "intermediate_size": given["intermediate_size"] * (2 if shares and given["use_double_wide_mlp"] else 1),
+            **weights[i],
+        }  # fmt: skip
+        if not mixer.endswith("attention"):
+            layers.append(LayerConfig(mixer, **own))
+            continue
+        is_same = given["attention_k_eq_v"] and kind == "full_attention"
+        of_group = {"kind": kind, "shares_kv": shares} if num_shared else {}
+        layers.append(LayerConfig(mixer, window, rope, **heads, keys_are_values=is_same, **of_group, **own))
+    return tuple(layers)
+
+
+def _heads(given: dict[str, Any], kinds: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Sizes of heads and numbers of KV heads of the layers."""
+    num_heads, rules = given["num_attention_heads"], by_field(("head_dim num_key_value_heads", optional(SIZE)))
+    plain = {
+        "head_dim": given["head_dim"] or given["hidden_size"] // num_heads,
+        "num_key_value_heads": given["num_key_value_heads"] or num_heads,
+    }  # fmt: skip
+    own, of_full = given["per_layer_config"], {"head_dim": given["global_head_dim"]}
+    if given["attention_k_eq_v"]:
+        of_full["num_key_value_heads"] = given["num_global_key_value_heads"]
+    if own is None:
+        own = {i: of_full for i, kind in enumerate(kinds) if kind == "full_attention"}
+    elif strange := [name for name in own if not name.isdecimal() or int(name) >= len(kinds)]:
+        raise CheckpointError(f"config.json: per_layer_config has {strange[0]!r:.100}, which is no layer.")
+    own = {int(name): changes for name, changes in own.items()}
+    found = []
+    for i in range(len(kinds)):
+        where, changes = f"config.json: per_layer_config: {i}", own.get(i, {})
+        changes = check(where, "fields", changes, OBJECT, CheckpointError) or {}
+        if unknown := {name: value for name, value in changes.items() if name not in rules}:
+            raise CheckpointError(f"{where} has unsupported fields {unknown!r:.300}.")
+        changes = {name: value for name, value in check_all(where, changes, rules, CheckpointError).items() if value}
+        heads = plain | changes
+        head_dim, kv_heads = heads.values()
+        if num_heads % kv_heads:
+            raise CheckpointError(f"config.json: {num_heads} attention heads cannot be shared by {kv_heads} KV heads.")
+        check("config.json", "num_attention_heads * head_dim", num_heads * head_dim or 1, SIZE, CheckpointError)
+        found.append(heads)
+    return found
 
 
 def _kinds(given: dict[str, Any], family: Family, recurrent: type[RecurrentConfig] | None,
@@ -300,6 +354,8 @@ def _kinds(given: dict[str, Any], family: Family, recurrent: type[RecurrentConfi
             f"config.json: all layers are {kinds[0]!r}, by layer_types or {recurrent.layers_field}; models without "
             "an attention layer are not supported."
         )
+    if family.decoder == "gemma4":  # transformers makes the last layer full, whatever the file says
+        kinds = (*kinds[:-1], "full_attention")
     if "sliding_attention" in kinds and not window:
         raise CheckpointError("config.json: layer_types has 'sliding_attention' without a sliding_window.")
     given_slides, by_rule_slides = ([kind == "sliding_attention" for kind in each] for each in (kinds, by_rule))
@@ -341,7 +397,10 @@ def _ropes(raw: dict[str, Any], given: dict[str, Any], family: Family,
         full = local = raw
     of_full, of_local = RopeScaling.from_json(full), RopeScaling.from_json(local)
     for name in ("partial_rotary_factor", "llama_4_scaling_beta", "alpha"):
-        for value in (getattr(rope, name) for rope in (of_full, of_local)):
+        for rope in (of_full, of_local):
+            if name == "partial_rotary_factor" and rope.kind == "proportional":
+                continue
+            value = getattr(rope, name)
             if value != getattr(RopeScaling(), name) and name not in family.reads:
                 raise CheckpointError(f"config.json: {name}={value} is not supported for this architecture.")
     by_window = family.rotates_windows_only and any(windows)

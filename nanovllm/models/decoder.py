@@ -27,7 +27,7 @@ from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, head_orders
 from nanovllm.layers.weight_loader import Shard, Shards, row_loader
 from nanovllm.models.config import LayerConfig, ModelConfig
-from nanovllm.models.kinds import MIXERS, MLPS, load_kind
+from nanovllm.models.kinds import DECODERS, MIXERS, MLPS, load_kind
 from nanovllm.quantization.weights import new_bias
 
 
@@ -41,10 +41,12 @@ class SelfAttention(nn.Module):
                  tp: TPGroup):
         super().__init__()
         family, C, D = config.family, config.hidden_size, rope.head_dim
-        H, K, eps = config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps
+        H, K, eps = config.num_attention_heads, layer.num_stored_heads, config.rms_norm_eps
         kinds = [config.precision(layer, name) for name in ("self_attn.qkv_proj", "self_attn.o_proj")]
-        orders = head_orders(config.head_dim, D, rope.num_rotated, family.interleaved)
-        self.qkv_proj = qkv = QKVParallelLinear(C, D, H, K, config.qkv_bias, tp, kinds[0], orders, family.output_gate)
+        orders = head_orders(layer.head_dim, D, rope.num_rotated, family.interleaved)
+        self.qkv_proj = qkv = QKVParallelLinear(
+            C, D, H, K, config.qkv_bias, tp, kinds[0], orders, family.output_gate, layer.keys_are_values
+        )
         # norms of each head [D], or over the heads of all ranks, with the weights of this rank's heads
         shards = {"": [], "head": [Shard(D, 0, 1, orders.qk)] * 2, "full": [qkv.shards["q"], qkv.shards["k"]]}
         norms: list[Any] = [RMSNorm(x.num_rows, eps, family.norm_offset, shard=x) for x in shards[config.qk_norm]]
@@ -68,7 +70,7 @@ class SelfAttention(nn.Module):
         # The epilogue of the QKV product; ``forward`` adds the step's tokens and the cache, which moves at a wake-up.
         self.qk = partial(
             QKVEpilogue, q_weight=weights[0], k_weight=weights[1], eps=eps, cos_sin=rope.cos_sin,
-            num_heads=qkv.num_heads, num_kv_heads=qkv.num_kv_heads, kv_scale=self.attn.kv_scale,
+            num_heads=qkv.num_heads, num_kv_heads=qkv.num_kv_heads, kv_scale=self.attn.kv_scale, v_norm=family.v_norm,
         )  # fmt: skip
 
     def forward(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
@@ -103,7 +105,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, tp: TPGroup, name: str = "mlp", size: int = 0):
         super().__init__()
-        C, I, bias = config.hidden_size, size or config.intermediate_size, config.mlp_bias and not size
+        C, I, bias = config.hidden_size, size or layer.intermediate_size, config.mlp_bias and not size
         kinds = [config.precision(layer, f"{name}.{part}") for part in ("gate_up_proj", "down_proj")]
         up = Shard(I // tp.size, tp.rank, tp.size)
         shards = Shards({0: up._replace(scale=config.scales.gate), 1: up})
@@ -147,26 +149,27 @@ class DecoderLayer(nn.Module):
             sublayer, norm, post_norm = (getattr(self, name) for name in names)
             y = self.tp.all_reduce(sublayer(residual, norm, context))
             if post_norm is not None:
-                if len(y) < len(residual):  # the last layer of a prefill
-                    residual = residual[context.logits_indices]
-                y = post_norm.add_to(residual, y)
+                rows = residual if len(y) == len(residual) else residual[context.logits_indices]  # in the last layer
+                y = post_norm.add_to(rows, y)
             residual = y  # without a post-norm, the sublayer has added the residual
         return residual
 
 
 class Decoder(nn.Module):
+    layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
+
     def __init__(self, config: ModelConfig, backend: AttentionBackend, tp: TPGroup):
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp, config.embed_scale)
-        D, max_position = kernels.select().padded_head_dim(config.head_dim), config.max_position_embeddings
-        config.check_padded_heads(D)
-        tables = {}  # shared by layers
-        for rope in dict.fromkeys(config.ropes):
-            scaled: Any = (*rope.frequencies(config.head_dim), rope.query_scales(max_position)) if rope else ()
-            tables[rope] = RotaryEmbedding(D, max_position, *scaled)
+        max_position, tables = config.max_position_embeddings, {}  # shared by layers
+        for rope, head_dim in dict.fromkeys((layer.rope, layer.head_dim) for layer in config.attention_layers):
+            D = kernels.select().padded_head_dim(head_dim)
+            config.check_padded_heads(head_dim, D)
+            scaled: Any = (*rope.frequencies(head_dim), rope.query_scales(max_position)) if rope else ()
+            tables[rope, head_dim] = RotaryEmbedding(D, max_position, *scaled)
         self.ropes = nn.ModuleList(tables.values())
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, tables.get(layer.rope), backend, tp) for layer in config.layers
+            self.layer_class(config, x, tables.get((x.rope, x.head_dim)), backend, tp) for x in config.layers
         )
         self.last_mixer = max(i for i, layer in enumerate(config.layers) if layer.mixer)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.family.norm_offset, config.logit_scale)
@@ -188,7 +191,7 @@ class CausalLM(nn.Module):
 
     def __init__(self, config: ModelConfig, backend: AttentionBackend, tp: TPGroup):
         super().__init__()
-        self.config, self.model = config, Decoder(config, backend, tp)
+        self.config, self.model = config, load_kind(DECODERS[config.family.decoder])(config, backend, tp)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, softcap=config.logit_softcap)
         if config.tie_word_embeddings or not config.has_lm_head:  # nobody reads it without an LM head
             self.lm_head.weight = self.model.embed_tokens.weight

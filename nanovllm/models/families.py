@@ -16,6 +16,7 @@ class Family(NamedTuple):
 
     qk_norm: str = ""  # RMSNorm of q and k before RoPE: "head" (of each head), "full" (of all heads at once), or ""
     norms_rotated: bool = False  # whether that norm comes after RoPE
+    v_norm: bool = False  # whether values are normed, each head by itself and without a weight
     qkv_bias: bool | None = None  # biases of these projections; None: as ``attention_bias`` says
     o_bias: bool | None = None  # likewise
     pre_norm: bool = True  # norms of the inputs of attention and MLP
@@ -32,6 +33,8 @@ class Family(NamedTuple):
     plain_window_rope: bool = False
     rotates_windows_only: bool = False  # in a model with windows, layers without one have no RoPE
     without_experts: "Family | None" = None  # the row of its models whose number of experts is 0
+    decoder: str = "plain"  # a key of ``DECODERS``
+    sparse_mlp: str = "experts"  # MLP of the sparse layers, a key of ``MLPS``
     experts: str = ""  # scores of a mixture of experts: "softmax" or "sigmoid"; "": dense
     has_correction_bias: bool = False  # a bias of each expert counts for the choice, and not for its weight
     choice_eps: float = 1e-20  # added to the sum that the weights of the chosen experts are divided by
@@ -63,6 +66,9 @@ SWITCHES: dict[str, tuple] = by_field(
     ("sliding_window rope_local_base_freq query_pre_attn_scalar attention_multiplier clip_qkv llama_4_scaling", ()),
     ("attn_logit_softcapping final_logit_softcapping swiglu_limit", ()),
     ("use_sliding_window use_qk_norm attention_out_bias use_bidirectional_attention attention_sinks", (False,)),
+    ("use_double_wide_mlp", (False,)),
+    ("global_head_dim num_global_key_value_heads", ()),
+    ("per_layer_config", ({},)),
     ("add_cross_attention attn_output_gate layer_scale", (False,)),
     ("is_causal", (True,)),
     ("partial_rotary_factor embedding_multiplier residual_multiplier logits_scaling", (1,)),

@@ -1,4 +1,5 @@
-"""Kinds of mixers and MLPs of a decoder layer, of layers with states, and readers of architectures without a row.
+"""Kinds of decoders, of mixers and MLPs of their layers, of layers with states, and readers of architectures without a
+row in ``MODELS``.
 
 Owns a table of each, the only place that names their modules; these are imported when a model has them.
 Imports no torch.
@@ -7,6 +8,11 @@ Imports no torch.
 from importlib import import_module
 from typing import Any
 
+# keyed by ``Family.decoder``
+DECODERS = {
+    "plain": "nanovllm.models.decoder.Decoder",
+    "gemma4": "nanovllm.models.gemma4.Gemma4Decoder",
+}
 # keyed by ``LayerConfig.mixer``
 MIXERS = {
     "attention": "nanovllm.models.decoder.SelfAttention",
@@ -25,6 +31,7 @@ RECURRENT = {
 MLPS = {
     "dense": "nanovllm.models.decoder.MLP",
     "experts": "nanovllm.models.moe.SparseMoE",
+    "dense and experts": "nanovllm.models.gemma4.DenseAndExperts",
 }
 
 # (directory of a checkpoint, architecture) -> a ``ModelConfig``, or None if the reader does not know the architecture

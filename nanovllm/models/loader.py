@@ -7,6 +7,7 @@ stands beside its layer (``weight_loader``).
 
 import re
 from collections.abc import Collection, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from nanovllm.quantization.fields import EXPERT_PARTS
 from nanovllm.quantization.fp8.numbers import E4M3
 from nanovllm.quantization.fp8.rules import KV_SCALES
 from nanovllm.quantization.fp8.tensors import read_kv_scales
-from nanovllm.quantization.packed import fitting
+from nanovllm.quantization.packed import fitting, scheme_in
 from nanovllm.quantization.weights import WeightReader, randomize, writes
 from nanovllm.utils.checkpoint import open_tensors, read_json, tensor_names
 from nanovllm.utils.checkpoint_tensor import CheckpointTensor
@@ -83,7 +84,9 @@ class WeightFiller:
         # Names here of checkpoint tensors:
         self.adapted = names | {f"{name}_scale" for name in names} & set(self._targets)  # the adapter changes them
         self._only = None if only is None else only | self.adapted
-        self._reader = WeightReader([layer.packed_schemes for layer in config.layers], self._targets)
+        schemes, of_layers = getattr(model, "schemes", None), [layer.packed_schemes for layer in config.layers]
+        scheme_of = partial(scheme_in, of_layers) if schemes is None else schemes.get
+        self._reader = WeightReader(scheme_of, self._targets)
         every = {part for _, _, parts in self._targets.values() for part in parts}
         self.missing = every if self._only is None else set(self._only)  # names still to be given
         self.filled: set[str] = set()  # names given
@@ -242,7 +245,8 @@ def _parts(name: str, param: nn.Parameter, packed: dict[str, tuple[str, Any]]) -
         ]  # fmt: skip
     shards = [
         (name.replace(f".{merged}.", f".{part}."), shard_id)
-        for part, (merged, shard_id) in packed.items() if f".{merged}." in name
+        for part, (merged, shard_id) in packed.items()
+        if f".{merged}." in name and shard_id in getattr(param, "shard_ids", (shard_id,))
     ]  # fmt: skip
     return shards or [(name, None)]
 
@@ -286,12 +290,12 @@ def _weight_files(path: Path) -> list[Path]:
 def init_dummy_weights(model: nn.Module, seed: int) -> None:
     """Random weights of the scale of an untrained model: norms 1, everything else N(0, DUMMY_STD).
 
-    Quantized weights have about this standard deviation; those of four bits have random codes.
+    Quantized weights have about this standard deviation; those of four bits have random codes. Factors are 1.
     """
     params = list(model.named_parameters())
     generator = torch.Generator(params[0][1].device).manual_seed(seed)
     for name, param in params:
-        if "norm" in name:
+        if "norm" in name or name.endswith(("layer_scalar", "expert_scales")):
             param.fill_(1.0)
         elif not randomize(name, param, DUMMY_STD, generator):
             param.normal_(0.0, DUMMY_STD, generator=generator)

@@ -20,7 +20,7 @@ from nanovllm.models.decoder import CausalLM
 from nanovllm.models.recurrent.mixer import RecurrentMixer
 from nanovllm.runner.device import model_defaults
 from nanovllm.runner.launchers import DecodeLauncher
-from nanovllm.runner.memory import zeros
+from nanovllm.runner.memory import KVCache, zeros
 from nanovllm.runner.part import Part, Rank
 from nanovllm.runner.prefill_graphs import aligned, pad
 from nanovllm.runner.request_state import RequestState
@@ -92,7 +92,7 @@ class RecurrentStates(Part):
             self.num_rows = max(0, int(num_bytes * SNAPSHOT_SHARE) // bytes_per_row)
         return self.num_rows * bytes_per_row
 
-    def allocate(self, model: CausalLM, kv_cache: torch.Tensor, num_slots: int) -> None:
+    def allocate(self, model: CausalLM, kv_cache: KVCache, num_slots: int) -> None:
         rank, num_rows = self._rank, num_slots + 1 + self.num_rows
         state_dtype = getattr(torch, rank.config.state_dtype)
         self.states = allocate_states(model, num_rows, rank.dtype, state_dtype, rank.device)

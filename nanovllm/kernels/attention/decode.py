@@ -450,7 +450,7 @@ def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: i
     one_warp = DecodeConfig(32, num_warps=1, num_stages=3, programs_per_sm=4, merged=2048)
     # In 16 bits, heads are rows: columns are as fast alone, but an 0.6B engine was 2.4 % slower (docs/experiments.md).
     # Heads of 64 in groups of 8 were measured as columns only, in an engine.
-    columns = itemsize == 1 or num_rows > 1 or (head_bytes <= 128 and gqa_group >= 8)
+    columns = itemsize == 1 or num_rows > 1 or block_d > 256 or (head_bytes <= 128 and gqa_group >= 8)
     if num_pairs <= 16:  # latency-bound: programs share a group's heads, and all read the same keys and values
         wanted = min(gqa_group // 2, 32 // num_pairs)
         programs = next(n for n in range(1, gqa_group + 1) if gqa_group % n == 0 and n >= wanted)
@@ -470,6 +470,8 @@ def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: i
     if num_rows > 1:  # partial results hold all rows; with many heads the merge takes longer than the tiles
         programs = next(n for n in range(min(gqa_group, MAX_HEAD_PROGRAMS), gqa_group + 1) if gqa_group % n == 0)
         config = DecodeConfig(32, num_warps=2, num_stages=3, programs_per_sm=2, kv_head_programs=programs, merged=8192)
+    if block_d > 256:  # accumulators of two warps would not fit into registers, three tiles of fp32 not into 99 KB
+        config = config._replace(num_warps=4, num_stages=2 if itemsize == 4 else 3)
     block_n = max(16, config.block_n * 256 // max(256, head_bytes))  # wider heads: the same number of bytes
     return config._replace(block_n=block_n, columns=columns)
 

@@ -166,7 +166,10 @@ def prefill_config(max_rows: int, head_size: int, itemsize: int, large_shared_me
     160 KB with `large_shared_memory`.
     """
     if itemsize > 2:
-        return PrefillConfig(block_m=32, block_n=32 if head_size <= 128 else 16, num_warps=4, num_stages=2)
+        block_m, block_n = 32 if head_size <= 256 else 16, 32 if head_size <= 128 else 16
+        return PrefillConfig(block_m, block_n, num_warps=4, num_stages=2)
+    if head_size > 256:  # the accumulator takes half of the registers
+        return PrefillConfig(block_m=64, block_n=16, num_warps=8, num_stages=3 if large_shared_memory else 2)
     if head_size > 128:
         if large_shared_memory and max_rows > 64:
             return PrefillConfig(block_m=128, block_n=32, num_warps=8, num_stages=3)

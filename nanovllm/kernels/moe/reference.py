@@ -43,13 +43,14 @@ class Biases(NamedTuple):
     down: torch.Tensor  # [E, C]
 
 
-def route(logits, correction_bias, routing, slot_mapping):
+def route(logits, correction_bias, routing, slot_mapping, expert_scales=None):
     """The experts of each token, the best first, and their weights.
 
     Args:
         logits: [T, E], scored in fp32.
         correction_bias: fp32 [E] or None, added to the scores for the choice only.
         slot_mapping: i32[T]; a row with a negative slot is padding and chooses no expert.
+        expert_scales: [E] or None, factors of the weights.
 
     Returns:
         ids i32[T, k] and weights fp32 [T, k]; -1 and 0 in rows of padding. Of equal scores, and of equal groups, the
@@ -68,6 +69,7 @@ def route(logits, correction_bias, routing, slot_mapping):
     weights = scores.gather(1, ids)
     if routing.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + routing.sum_eps)
+    weights = weights if expert_scales is None else weights * expert_scales[ids]
     is_padding = (slot_mapping < 0).unsqueeze(1)
     return ids.int().masked_fill(is_padding, -1), (weights * routing.routed_scale).masked_fill(is_padding, 0.0)
 
@@ -80,6 +82,7 @@ def best(scores, count):
 def fused_moe(
     residual, norm_weight, eps, router_weight, correction_bias, gate_up, down, routing, slot_mapping, act="silu",
     add_residual=True, allow_split_k=False, base=None, biases=None, limit=0.0, shared=None,
+    router_norm_weight=None, expert_scales=None,
 ):  # fmt: skip
     """[residual +] the weighted sum of each token's experts, down(act(gate(x)) * up(x)), of x = rms_norm(residual).
 
@@ -94,6 +97,8 @@ def fused_moe(
         base: [T, C], is added in place of `residual`.
         biases: Biases, or None.
         limit: 0, or the limit of `clamped_swiglu`, which replaces act(gate) * up.
+        router_norm_weight: [C], the router takes rms_norm(residual) with this weight in place of x; None: it takes x.
+        expert_scales: as in `route`.
         shared: Shared, whose result is added, if `takes_shared_expert`. Else None: `base` holds its result, if any.
 
     The kernels may keep intermediate results in fp32 and overwrite `residual`. With allow_split_k they may return
@@ -101,25 +106,46 @@ def fused_moe(
     """
     x = residual if norm_weight is None else rms_norm(residual, norm_weight, eps)
     dtype = torch.float32 if routing.scoring == "sigmoid" or correction_bias is not None else x.dtype
-    logits = F.linear(x.to(dtype), router_weight.to(dtype), None if biases is None else biases.router.to(dtype))
-    ids, weights = route(logits, correction_bias, routing, slot_mapping)
-    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    # sorted by expert, the entries of [T, k] that choose the same expert are neighbours
-    chosen, order = ids.flatten().sort(stable=True)
-    experts, counts = (values.tolist() for values in chosen.unique_consecutive(return_counts=True))
-    tokens, shares = order // routing.top_k, weights.flatten()[order].unsqueeze(1)
-    for expert, rows, share in zip(experts, tokens.split(counts), shares.split(counts), strict=True):
-        if expert >= 0:
-            of_gate_up, of_down = (None, None) if biases is None else (biases.gate_up[expert], biases.down[expert])
-            hidden = fused_linear(x[rows], gate_up.expert(expert), of_gate_up, act_mul=None if limit else act)
-            hidden = clamped_swiglu(hidden, limit) if limit else hidden
-            total.index_add_(0, rows, fused_linear(hidden, down.expert(expert), of_down) * share)
-    total = total.to(x.dtype)
+    routed = x if router_norm_weight is None else rms_norm(residual, router_norm_weight, eps)
+    logits = F.linear(routed.to(dtype), router_weight.to(dtype), None if biases is None else biases.router.to(dtype))
+    ids, weights = route(logits, correction_bias, routing, slot_mapping, expert_scales)
+    of_experts = (None, None) if biases is None else (biases.gate_up, biases.down)
+    total = chosen_experts(x, gate_up, down, ids, weights, act, biases=of_experts, limit=limit)
     base = residual if base is None else base
     if shared is not None:
         hidden = fused_linear(x, shared.gate_up, act_mul=act)
         total += add_shared_expert(fused_linear(hidden, shared.down), residual, norm_weight, eps, shared.gate, False)
     return base + total if add_residual else total
+
+
+def chosen_experts(x, gate_up, down, ids, weights, act="silu", norm_weight=None, eps=0.0, base=None,
+                   allow_split_k=False, biases=(None, None), limit=0.0, shared=None):  # fmt: skip
+    """[base +] the sum of each token's experts, down(act(gate(x)) * up(x)) times their weights.
+
+    Args:
+        x: [T, C].
+        gate_up, down, act, limit: as in `fused_moe`.
+        ids: i32[T, k], experts of each token; a negative one adds nothing.
+        weights: fp32 [T, k].
+        base: [T, C] or None.
+        biases: of both products, [E, 2I] and [E, C], or None.
+
+    `fused_moe` gives the kernels its norm and its shared expert, too.
+    """
+    assert norm_weight is None and shared is None
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    # sorted by expert, the entries of [T, k] that choose the same expert are neighbours
+    chosen, order = ids.flatten().sort(stable=True)
+    experts, counts = (values.tolist() for values in chosen.unique_consecutive(return_counts=True))
+    tokens, shares = order // ids.shape[1], weights.flatten()[order].unsqueeze(1)
+    for expert, rows, share in zip(experts, tokens.split(counts), shares.split(counts), strict=True):
+        if expert >= 0:
+            of_gate_up, of_down = (None if bias is None else bias[expert] for bias in biases)
+            hidden = fused_linear(x[rows], gate_up.expert(expert), of_gate_up, act_mul=None if limit else act)
+            hidden = clamped_swiglu(hidden, limit) if limit else hidden
+            total.index_add_(0, rows, fused_linear(hidden, down.expert(expert), of_down) * share)
+    total = total.to(x.dtype)
+    return total if base is None else base + total
 
 
 def takes_shared_expert(num_tokens, gate_up, shared_gate_up, routing):

@@ -43,13 +43,12 @@ class Taps(NamedTuple):
     def of(cls, u, ring, positions, chunks, num_taps):
         """Gather them from u [T, channels] and from ``ring`` [rows, W, channels], which may be None."""
         W1, (S, cu_seqlens) = num_taps - 1, (len(chunks.rows), chunks.cu_seqlens.long())
-        lengths = cu_seqlens.diff()
         tokens = torch.arange(len(u), device=u.device)
-        seqs = torch.searchsorted(cu_seqlens[1:], tokens, right=True)  # S for padding after all sequences
-        tokens = tokens + (seqs + 1) * W1
-        inputs = u.new_zeros(len(u) + (S + 1) * W1, u.shape[1])
+        seqs = torch.searchsorted(cu_seqlens[1:], tokens, right=True).clamp_(max=S - 1)  # padding follows the last one
+        tokens += (seqs + 1) * W1
+        inputs = u.new_zeros(len(u) + S * W1, u.shape[1])
         inputs[tokens] = u
-        restored = ((chunks.load_rows >= 0) & (lengths > 0)).nonzero()[:, 0]
+        restored = ((chunks.load_rows >= 0) & (cu_seqlens.diff() > 0)).nonzero()[:, 0]
         if ring is not None and len(restored):
             starts, before = cu_seqlens[restored], torch.arange(-W1, 0, device=u.device)
             places = (positions[starts].long()[:, None] + before) % num_taps

@@ -1,4 +1,4 @@
-"""What the mixers of all recurrent layers share: the way from the residual through the states and back.
+"""The shared part of the mixers of all recurrent layers: from the residual through the states and back.
 
 Owns the layer's views of the states, and the weight of a causal convolution. ``runner/recurrent.py`` has the rows.
 

@@ -69,6 +69,11 @@ def read(quantization: dict[str, Any], family: "Family", num_layers: int, num_ex
     return block, [{"fp8_linears": names} for names in layers]
 
 
+def schemes(quantization: dict[str, Any], family: "Family", modules: list[str]) -> dict[str, Fp8 | None]:
+    block, is_skipped = read_block(quantization), skipped_modules(quantization, family, modules)
+    return {name: None if is_skipped(name) else Fp8(block) for name in modules}
+
+
 def read_block(quantization: dict[str, Any]) -> int:
     """Width and height of the square of weights that share a scale; 0: a scale for each output feature."""
     method = quantization["quant_method"]

@@ -137,6 +137,10 @@ def read(quantization: dict[str, Any], family: "Family", num_layers: int, num_ex
     return None, [{"packed_schemes": tuple(layer)} for layer in layers]
 
 
+def schemes(quantization: dict[str, Any], family: "Family", modules: list[str]) -> Schemes:
+    return READERS[quantization["quant_method"]](quantization, family, modules)
+
+
 def packed_layers(reader: "Reader", quantization: dict[str, Any], family: "Family", num_layers: int, num_experts: int,
                   files: Sequence[Path]) -> list[list[tuple[str, Any]]]:
     """``packed_schemes`` of each ``LayerConfig``. A merged layer replaces its parts if they are alike.
