@@ -124,7 +124,7 @@ FALCON_H1 = Family(
     defaults=EPS | {
         "position_embedding_type": "rope", "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256,
         "mamba_d_conv": 4, "mamba_d_ssm": 1024, "mamba_rms_norm": False, "mamba_norm_before_gate": True,
-        "max_position_embeddings": 8192,
+        "max_position_embeddings": 8192, "eos_token_id": 2,
     },
     renamed=(*MAMBA2, (".feed_forward.", ".mlp."), ("pre_ff_layernorm", "post_attention_layernorm"),
              ("final_layernorm", "norm")),

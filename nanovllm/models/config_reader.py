@@ -110,7 +110,6 @@ MOE_NAMES = (  # names of the same field; the first is ours
     ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     ("num_experts_per_tok", "moe_k", "top_k_experts"),
     ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
-    ("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size"),
     ("routed_scaling_factor", "router_scaling_factor"),
     ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"),
     ("decoder_sparse_step", "moe_layer_interval"),
@@ -241,7 +240,7 @@ def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
         raw["partial_rotary_factor"] = sizes["rotary_dim"] / sizes["head_dim"]
     if family.without_experts and not any(raw.get(field) for field in MOE_NAMES[0]):
         family = family.without_experts
-        raw["intermediate_size"] = raw.get("shared_intermediate_size", raw.get("intermediate_size"))
+        raw["intermediate_size"] = raw.get("shared_expert_intermediate_size") or raw.get("intermediate_size")
     if raw.get("tie_word_embeddings") is None:
         raw["tie_word_embeddings"] = family.defaults.get("tie_word_embeddings")
     if raw["hidden_act"] in (None, "gelu"):  # Gemma's old files say so, and mean the tanh form

@@ -16,7 +16,8 @@ LFM2 = by_field(
 MAMBA2_NAMES = (
     ("mamba_n_heads", "mamba_num_heads"), ("mamba_d_head", "mamba_head_dim"), ("mamba_n_groups", "n_groups"),
     ("mamba_d_state", "ssm_state_size"), ("mamba_d_conv", "conv_kernel"), ("mamba_conv_bias", "use_conv_bias"),
-    ("layer_types", "layers_block_type"), ("rms_norm_eps", "layer_norm_epsilon"),
+    ("layer_types", "layers_block_type"),
+    ("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size"),
 )  # fmt: skip
 MAMBA2 = by_field(
     ("mamba_n_heads hidden_size num_hidden_layers", optional(SIZE)), ("mamba_d_ssm mamba_expand", optional(SIZE)),
