@@ -45,6 +45,24 @@ def of_mamba2(raw: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+# Fields that would change the numbers of Nemotron-H, and the values that do not.
+NEMOTRON_H = by_field(
+    ("mlp_bias use_bias residual_in_fp32", optional(choice(False))), ("moe_latent_size", choice(None)),
+    ("mamba_hidden_act", choice(None, "silu")),
+)
+
+
+def of_nemotron_h(raw: dict[str, Any]) -> dict[str, Any]:
+    """A layer has a mixer or an MLP."""
+    check_all("config.json", raw, NEMOTRON_H, CheckpointError)
+    named = of_mamba2(raw)
+    alone = {"linear_attention": "only_mamba", "full_attention": "only_attention"}
+    return named | {
+        "layer_types": [alone.get(kind, kind) for kind in named["layer_types"]],
+        "hidden_act": raw.get("mlp_hidden_act") or raw["hidden_act"],
+    }  # fmt: skip
+
+
 def of_lfm2(raw: dict[str, Any]) -> dict[str, Any]:
     """The MLP has two thirds of the given width, rounded up, unless the file says that it is the real one."""
     given = check_all("config.json", raw, LFM2, CheckpointError)
