@@ -20,7 +20,8 @@ WAYS_OF_HYBRIDS = {
 CASES = at_night(*product(families.HYBRID_CASES, WAYS_OF_HYBRIDS)) or [
     *zip(cycle(("qwen3.5", "qwen3-next")), WAYS_OF_HYBRIDS, strict=False),
     *zip(cycle(("lfm2", "lfm2-moe")), WAYS_OF_HYBRIDS, strict=False),
-    *zip(cycle(("granite-mamba-moe", "falcon-h1-norm")), WAYS_OF_HYBRIDS, strict=False),
+    *zip(cycle(("nemotron-h", "granite-mamba-moe", "falcon-h1-norm")), WAYS_OF_HYBRIDS, strict=False),
+    ("nemotron-h", "two ranks"),
 ]
 
 
