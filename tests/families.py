@@ -240,8 +240,9 @@ def make(path, name, seed=0, **more):
             std = 1.0 if "embed" in param_name else 0.3 if p.dim() == 1 else 0.05
             std = 0.5 if ".conv.conv." in param_name or "mamba.conv1d.weight" in param_name else std
         p.data.normal_(0.0, 0.3 if "norm" in param_name else 2.0 if "sinks" in param_name else std, generator=generator)
-        is_delta = kind.startswith(("Qwen3_5", "Qwen3Next"))
-        has_offset = kind in ("Gemma", "Gemma2", "Gemma3Text") or (is_delta and "linear_attn.norm" not in param_name)
+        has_offset = kind in ("Gemma", "Gemma2", "Gemma3Text") or (
+            kind.startswith(("Qwen3_5", "Qwen3Next")) and "linear_attn.norm" not in param_name
+        )
         if ("norm" in param_name and not has_offset) or "scal" in param_name:
             p.data.add_(1.0)
     model.save_pretrained(path)

@@ -125,14 +125,20 @@ def num_sms(device):
 
 
 @functools.cache
+def shared_kib(device):
+    """KiB of shared memory that a program may use: 99 on RTX 30, 40 and 50, 163 on the A100, 227 on Hopper and B200."""
+    if device.type != "cuda":
+        return 227
+    if WITHOUT_HOPPER:
+        return 99
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 0) >> 10  # ROCm has no such property
+
+
+@functools.cache
 def has_large_shared_memory(device):
     """Whether a program may use 160 KB of shared memory, for the largest tiles: data-centre GPUs, not RTX 30 and 40."""
-    if device.type != "cuda":
-        return True
-    if WITHOUT_HOPPER:
-        return False
-    properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 0) >= 160 << 10  # ROCm has no such property
+    return shared_kib(device) >= 160
 
 
 def has_inline_asm(device):

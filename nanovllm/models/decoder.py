@@ -150,13 +150,14 @@ class DecoderLayer(nn.Module):
 
     def forward(self, residual: torch.Tensor, context: Context) -> torch.Tensor:
         """residual [T, C] -> [T, C]; [N, C] with ``context.logits_indices``."""
-        for names in self.sublayers:
-            sublayer, norm, post_norm = (getattr(self, name) for name in names)
-            y = self.tp.all_reduce(sublayer(residual, norm, context))
-            if post_norm is not None:
-                rows = residual if len(y) == len(residual) else residual[context.logits_indices]  # in the last layer
-                y = post_norm.add_to(rows, y)
-            residual = y  # without a post-norm, the sublayer has added the residual
+        for name, before, after in self.sublayers:
+            norm, post_norm = getattr(self, before), getattr(self, after)
+            y = self.tp.all_reduce(getattr(self, name)(residual, norm, context))
+            if post_norm is not None:  # else the sublayer has added the residual
+                if name != "mlp" and context.logits_indices is not None:  # the last mixer of a prefill
+                    residual = residual[context.logits_indices]
+                y = post_norm.add_to(residual, y)
+            residual = y
         return residual
 
 

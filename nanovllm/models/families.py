@@ -33,9 +33,9 @@ class Family(NamedTuple):
     plain_window_rope: bool = False
     rotates_windows_only: bool = False  # in a model with windows, layers without one have no RoPE
     ungated: bool = False  # MLPs and experts have no gate, and the activation relu(x)^2
-    without_experts: "Family | None" = None  # the row of its models whose number of experts is 0
     decoder: str = "plain"  # a key of ``DECODERS``
     sparse_mlp: str = "experts"  # MLP of the sparse layers, a key of ``MLPS``
+    without_experts: "Family | None" = None  # the row of its models whose number of experts is 0
     experts: str = ""  # scores of a mixture of experts: "softmax" or "sigmoid"; "": dense
     has_correction_bias: bool = False  # a bias of each expert counts for the choice, and not for its weight
     choice_eps: float = 1e-20  # added to the sum that the weights of the chosen experts are divided by

@@ -105,7 +105,8 @@ def small_tiles(monkeypatch):
     """Several row tiles of a group and several splits of its keys; decode splits that begin inside sequences."""
     config = prefix.PrefixConfig(16, 64, num_warps=4, num_stages=2, programs_per_sm=3, split_tiles=2)
     monkeypatch.setattr(prefix, "prefix_config", lambda *_: config)
-    monkeypatch.setattr(decode, "decode_config", lambda *_: decode.DecodeConfig(32, 2, 2, programs_per_sm=3))
+    apart = decode.DecodeConfig(32, 2, 2, programs_per_sm=3, merge_apart=True)
+    monkeypatch.setattr(decode, "decode_config", lambda num_seqs, *_: apart._replace(merge_apart=num_seqs % 2 == 0))
 
 
 GROUPS = [[(9, 640)], [(2, 512), (1, 128), (5, 256)], *at_night([(3, 1024), (4, 128)])]

@@ -8,7 +8,6 @@ was preempted, an image is processed again from its source while the request wai
 import hashlib
 import json
 import math
-import os
 import sys
 import threading
 import weakref
@@ -37,9 +36,9 @@ from nanovllm.models.vision import VisionConfig
 NO_LIMIT = 999  # images in a prompt
 SIDES = ("resized_height", "resized_width")  # size of an image in pixels
 MAX_PROCESSORS = 64  # processors that are kept, each with different options
-# Threads that decode and resize at a time; the others wait for files and hosts. With every core busy, the first pages
-# are late and the device waits for launches (docs/experiments.md).
-CORES = threading.BoundedSemaphore(max(1, min(NUM_THREADS, (os.cpu_count() or 1) // 2)))
+# Threads that decode and resize at a time, at most half of the cores; the others wait for files and hosts. With every
+# core busy, the first pages are late and the device waits for launches (docs/experiments.md).
+CORES = threading.BoundedSemaphore(max(1, NUM_THREADS // 2))
 EXECUTORS: "weakref.WeakSet[ThreadPoolExecutor]" = weakref.WeakSet()  # executors of all engines
 
 
