@@ -479,6 +479,21 @@ PUBLISHED = {
         dict(head_dim=64, attention_scale=0.390625 / 8, embed_scale=5.656854249492381, logit_scale=0.0390625,
         scales=Scales(0.9375, 0.8838834764831844, 0.5859375), ropes=(rope(1e11, 16384),) * 36,
         recurrent=Mamba2Config(24, 1, 64, 128, 4, True, "", (0.5, 0.25, 0.5, 0.625, 0.5), 0.23570226039551587))),
+    "Nemotron-3-Nano-30B-A3B": ("NemotronHForCausalLM", {
+        "attention_bias": False, "chunk_size": 128, "conv_kernel": 4, "eos_token_id": 2, "expand": 2, "head_dim": 128,
+        "hidden_size": 2688, "intermediate_size": 1856, "layer_norm_epsilon": 1e-05, "mamba_head_dim": 64,
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "mamba_num_heads": 64,
+        "mamba_hidden_act": "silu", "mamba_proj_bias": False, "mamba_ssm_cache_dtype": "float32", "mlp_bias": False,
+        "max_position_embeddings": 262144, "mlp_hidden_act": "relu2", "model_type": "nemotron_h", "n_group": 1,
+        "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712, "n_groups": 8, "norm_eps": 1e-05,
+        "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 32,
+        "num_experts_per_tok": 6, "num_hidden_layers": 52, "num_key_value_heads": 2, "partial_rotary_factor": 1.0,
+        "residual_in_fp32": False, "rope_theta": 10000, "routed_scaling_factor": 2.5, "sliding_window": None,
+        "ssm_state_size": 128, "tie_word_embeddings": False, "time_step_floor": 0.0001, "time_step_max": 0.1,
+        "time_step_min": 0.001, "topk_group": 1, "use_bias": False, "use_conv_bias": True, "vocab_size": 131072},
+        dict(head_dim=128, rms_norm_eps=1e-5, act="relu2", ropes=(None,) * 6, eos_token_ids=(2,),
+        moe=moe(128, 6, 1856, shared_size=3712, routed_scale=2.5),
+        recurrent=Mamba2Config(64, 8, 64, 128, 4, True, "gated", (1.0,) * 5, 1.0))),
     # The MLP has two thirds of the published width. The first release has older names, LFM2.5 those of today.
     "LFM2-1.2B": ("Lfm2ForCausalLM", LFM2 | {"block_ff_dim": 12288, "full_attn_idxs": [2, 5, 8, 10, 12, 14],
         "rope_theta": 1000000.0}, LFM2_READ),
@@ -529,7 +544,8 @@ SIZES = (
     "vocab_size", "max_position_embeddings", "moe_intermediate_size", "num_experts", "num_local_experts",
     "n_routed_experts", "num_experts_per_tok", "moe_num_experts", "eos_token_id", "head_dim", "vision_config",
     "text_config", "block_ff_dim", "shared_intermediate_size", "mamba_n_heads", "mamba_d_head", "mamba_d_state",
-    "mamba_d_ssm",
+    "mamba_d_ssm", "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "hybrid_override_pattern",
+    "moe_shared_expert_intermediate_size",
 )  # fmt: skip
 
 
