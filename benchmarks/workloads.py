@@ -130,6 +130,13 @@ OTHERS = {  # published shapes of other families; model_type is for other engine
                                    num_experts_per_tok=6, logits_scaling=6.0),
     "granite-4-h-1b": _granite_h(1536, 4096, 12, 4, 128, shared_intermediate_size=4096, num_local_experts=0,
                                  num_experts_per_tok=0, logits_scaling=6.0),
+    "nemotron-3-nano": _shape(  # config.json of nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16
+        "NemotronHForCausalLM", 2688, 1856, 52, 32, 2, 128, 131_072, 262_144, model_type="nemotron_h",
+        hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", layer_norm_epsilon=1e-5,
+        mamba_num_heads=64, mamba_head_dim=64, n_groups=8, ssm_state_size=128, conv_kernel=4, use_conv_bias=True,
+        n_routed_experts=128, num_experts_per_tok=6, moe_intermediate_size=1856, n_shared_experts=1,
+        moe_shared_expert_intermediate_size=3712, routed_scaling_factor=2.5, mlp_hidden_act="relu2",
+    ),
     "qwen3.5-0.8b": _qwen3_5(1024, 3584, 24, 8, 2, 16, tie_word_embeddings=True),
     "qwen3.5-9b": _qwen3_5(4096, 12_288, 32, 16, 4, 32),
     "qwen3.5-27b": _qwen3_5(5120, 17_408, 64, 24, 4, 48),

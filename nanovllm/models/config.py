@@ -150,6 +150,8 @@ class ModelConfig:
 
     def quantized(self) -> "ModelConfig":
         """With FP8 weights in the linear layers of attention, MLP and experts; as it is if the checkpoint has them."""
+        if self.family.ungated:
+            raise ConfigError("quantization='fp8' is not supported for Nemotron-H. Leave it out.")
         if self.family.gpt_oss_experts:
             raise ConfigError(
                 "quantization='fp8' is not supported for gpt-oss. Leave it out: its published experts are MXFP4, which "

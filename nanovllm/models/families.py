@@ -32,6 +32,7 @@ class Family(NamedTuple):
     # there is one, else by ``rope_theta``.
     plain_window_rope: bool = False
     rotates_windows_only: bool = False  # in a model with windows, layers without one have no RoPE
+    ungated: bool = False  # MLPs and experts have no gate, and the activation relu(x)^2
     decoder: str = "plain"  # a key of ``DECODERS``
     sparse_mlp: str = "experts"  # MLP of the sparse layers, a key of ``MLPS``
     without_experts: "Family | None" = None  # the row of its models whose number of experts is 0

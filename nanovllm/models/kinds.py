@@ -30,6 +30,7 @@ RECURRENT: dict[str, str] = {
 # keyed by ``LayerConfig.mlp``
 MLPS = {
     "dense": "nanovllm.models.decoder.MLP",
+    "ungated": "nanovllm.models.ungated.UngatedMLP",
     "experts": "nanovllm.models.moe.SparseMoE",
     "dense and experts": "nanovllm.models.gemma4.DenseAndExperts",
 }
