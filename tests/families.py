@@ -156,6 +156,40 @@ HYBRID_CASES: dict[str, tuple[str, dict]] = {
     "qwen3.5-moe": ("Qwen3_5MoeText", HYBRID_MOE),
     "qwen3-next": ("Qwen3Next", {**HYBRID_MOE, "linear_conv_kernel_dim": 3, "mlp_only_layers": [1]}),
 }
+# Short convolutions in two of three layers. The MLP of "lfm2" has 96 units, two thirds of 120 rounded up.
+SHORT_CONV = dict(
+    vocab_size=140, hidden_size=80, intermediate_size=120, head_dim=32, max_position_embeddings=1024, norm_eps=1e-5,
+    layer_types=["conv", "conv", FULL, "conv"],
+)  # fmt: skip
+SHORT_CONV_CASES: dict[str, tuple[str, dict]] = {
+    "lfm2": ("Lfm2", {**SHORT_CONV, "block_multiple_of": 32, "conv_L_cache": 3}),
+    "lfm2-moe": ("Lfm2Moe", {**SHORT_CONV, **MOE, "moe_intermediate_size": 40, "num_dense_layers": 1,
+                             "conv_L_cache": 4, "routed_scaling_factor": 1.5}),
+}  # fmt: skip
+HYBRID_CASES |= SHORT_CONV_CASES
+
+# Mamba-2 in three of four layers
+MAMBA = dict(
+    vocab_size=140, hidden_size=128, intermediate_size=48, max_position_embeddings=1024, num_key_value_heads=2,
+    mamba_n_heads=8, mamba_d_head=32, mamba_d_state=64, mamba_n_groups=1,
+)  # fmt: skip
+GRANITE_MAMBA = {
+    **MAMBA, "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3,
+    "logits_scaling": 2.0, "shared_intermediate_size": 72, "num_local_experts": 8, "num_experts_per_tok": 3,
+}
+FALCON = {
+    **MAMBA, "hidden_size": 80, "intermediate_size": 112, "mamba_d_ssm": 256, "head_dim": 32, "key_multiplier": 0.6,
+    "embedding_multiplier": 2.0, "lm_head_multiplier": 0.7, "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.8, "mlp_multipliers": [0.9, 1.3], "ssm_in_multiplier": 1.25,
+    "ssm_multipliers": [0.9, 1.1, 1.4, 0.8, 1.2], "ssm_out_multiplier": 1.5,
+}
+HYBRID_CASES |= {
+    "falcon-h1": ("FalconH1", FALCON),
+    "falcon-h1-norm": ("FalconH1", {**FALCON, "mamba_n_groups": 2, "mamba_rms_norm": True}),
+    "granite-mamba-moe": ("GraniteMoeHybrid", GRANITE_MAMBA),
+    "granite-mamba": ("GraniteMoeHybrid", {**GRANITE_MAMBA, "num_local_experts": 0, "mamba_d_conv": 3}),
+}
 
 
 class DenseMLP(nn.Module):
@@ -190,14 +224,17 @@ def make(path, name, seed=0, **more):
         if type(module).__name__ == "GptOssExperts":  # of transformers 5.17, which knows 7.0 only
             module.limit = config.swiglu_limit
     generator = torch.Generator().manual_seed(seed)
-    choice = [(n, b) for n, b in model.named_buffers() if "correction_bias" in n or "layer_scalar" in n]
+    names = "correction_bias", "expert_bias", "layer_scalar"
+    choice = [(n, b) for n, b in model.named_buffers() if any(name in n for name in names)]
     for param_name, p in [*model.named_parameters(), *choice]:
         std = 0.15
         if name in HYBRID_CASES:  # larger ones amplify rounding: in transformers too
             std = 1.0 if "embed" in param_name else 0.3 if p.dim() == 1 else 0.05
+            std = 0.5 if ".conv.conv." in param_name or "mamba.conv1d.weight" in param_name else std
         p.data.normal_(0.0, 0.3 if "norm" in param_name else 2.0 if "sinks" in param_name else std, generator=generator)
-        has_offset = kind in ("Gemma", "Gemma2", "Gemma3Text")
-        has_offset |= name in HYBRID_CASES and "linear_attn.norm" not in param_name
+        has_offset = kind in ("Gemma", "Gemma2", "Gemma3Text") or (
+            kind.startswith(("Qwen3_5", "Qwen3Next")) and "linear_attn.norm" not in param_name
+        )
         if ("norm" in param_name and not has_offset) or "scal" in param_name:
             p.data.add_(1.0)
     model.save_pretrained(path)

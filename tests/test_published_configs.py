@@ -12,8 +12,9 @@ from conftest import TINY
 
 from nanovllm.errors import CheckpointError
 from nanovllm.models import MODELS
-from nanovllm.models.config import GatedDeltaConfig
 from nanovllm.models.config_reader import model_config
+from nanovllm.models.recurrent.gated_delta_net.config import GatedDeltaConfig
+from nanovllm.models.recurrent.short_conv.config import ShortConvConfig
 from nanovllm.models.rope import RopeScaling
 
 SHARED = {"hidden_act": "silu", "torch_dtype": "bfloat16", "use_cache": True, "transformers_version": "4.45.0"}
@@ -71,6 +72,19 @@ QWEN3_5_MOE = QWEN3_5 | shape(
     num_experts=256, num_experts_per_tok=8, shared_expert_intermediate_size=512,
 )
 del QWEN3_5_MOE["intermediate_size"]  # no layer is dense
+
+LFM2_LAYERS = ["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)]
+LFM2 = {
+    "block_auto_adjust_ff_dim": True, "block_dim": 2048, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256,
+    "block_norm_eps": 1e-5, "block_use_swiglu": True, "conv_L_cache": 3, "conv_bias": False, "conv_dim": 2048,
+    "eos_token_id": 7, "hidden_size": 2048, "max_position_embeddings": 128000, "norm_eps": 1e-5,
+    "num_attention_heads": 32, "num_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8, "use_pos_enc": True,
+    "vocab_size": 65536,
+}  # fmt: skip
+LFM2_READ = {
+    "intermediate_size": 8192, "head_dim": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+    "ropes": (rope(1e6, 128000),) * 6, "recurrent": ShortConvConfig(2048, 3),
+}  # fmt: skip
 
 GEMMA4 = {
     "attention_bias": False, "attention_k_eq_v": True, "enable_moe_block": False, "eos_token_id": 1,
@@ -405,7 +419,7 @@ PUBLISHED = {
         mlp_only_layers=[], moe_intermediate_size=512, norm_topk_prob=True, num_experts=512, num_experts_per_tok=10,
         partial_rotary_factor=0.25, rope_scaling=None, rope_theta=10000000, shared_expert_intermediate_size=512,
         tie_word_embeddings=False, eos_token_id=151645), dict(head_dim=256,
-        ropes=(rope(1e7, 262144, partial_rotary_factor=0.25),) * 12, gated_delta=DELTA,
+        ropes=(rope(1e7, 262144, partial_rotary_factor=0.25),) * 12, recurrent=DELTA,
         moe=moe(512, 10, 512, shared_size=512))),
     "Qwen3.6-27B": ("Qwen3_5ForConditionalGeneration", {
         "model_type": "qwen3_5", "image_token_id": 248056, "vision_config": {"model_type": "qwen3_5", "depth": 27},
@@ -413,21 +427,35 @@ PUBLISHED = {
     }, {
         "head_dim": 256, "num_hidden_layers": 64, "hidden_size": 5120, "eos_token_ids": (248044,),
         "ropes": (rope(1e7, 262144, partial_rotary_factor=0.25),) * 16,
-        "gated_delta": replace(DELTA, num_value_heads=48),
+        "recurrent": replace(DELTA, num_value_heads=48),
     }),
     "Qwen3.5-9B, its text": ("Qwen3_5ForCausalLM", QWEN3_5 | shape(4096, 12288, 32, 16, 4, 248320, 262144, 1e-6,
         linear_num_value_heads=32), dict(head_dim=256, ropes=(rope(1e7, 262144, partial_rotary_factor=0.25),) * 8,
-        gated_delta=DELTA)),
+        recurrent=DELTA)),
     **{
         f"Qwen3.6-35B-A3B, {architecture}": (architecture, given, {
             "head_dim": 256, "num_hidden_layers": 40, "num_key_value_heads": 2, "intermediate_size": 512,
-            "ropes": (rope(1e7, 262144, partial_rotary_factor=0.25),) * 10, "gated_delta": DELTA,
+            "ropes": (rope(1e7, 262144, partial_rotary_factor=0.25),) * 10, "recurrent": DELTA,
             "moe": moe(256, 8, 512, shared_size=512),
         }) for architecture, given in (
             ("Qwen3_5MoeForCausalLM", QWEN3_5_MOE),
             ("Qwen3_5MoeForConditionalGeneration", {"model_type": "qwen3_5_moe", "text_config": QWEN3_5_MOE}),
         )
     },
+    # The MLP has two thirds of the published width. The first release has older names, LFM2.5 those of today.
+    "LFM2-1.2B": ("Lfm2ForCausalLM", LFM2 | {"block_ff_dim": 12288, "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "rope_theta": 1000000.0}, LFM2_READ),
+    "LFM2.5-1.2B-Instruct": ("Lfm2ForCausalLM", LFM2 | {"intermediate_size": 12288, "tie_embedding": True,
+        "full_attn_idxs": None, "layer_types": LFM2_LAYERS, "tie_word_embeddings": True,
+        "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"}}, LFM2_READ),
+    "LFM2-8B-A1B": ("Lfm2MoeForCausalLM", {"hidden_size": 2048, "intermediate_size": 7168, "num_hidden_layers": 24,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 65536, "max_position_embeddings": 128000,
+        "moe_intermediate_size": 1792, "num_experts": 32, "num_experts_per_tok": 4, "num_dense_layers": 2,
+        "conv_bias": False, "conv_L_cache": 3, "norm_eps": 1e-5, "norm_topk_prob": True, "use_expert_bias": True,
+        "routed_scaling_factor": 1.0, "rope_theta": 1000000.0, "eos_token_id": 7,
+        "layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)]},
+        dict(head_dim=64, rms_norm_eps=1e-5, tie_word_embeddings=True, ropes=(rope(1e6, 128000),) * 6,
+        recurrent=ShortConvConfig(2048, 3), moe=moe(32, 4, 1792), dense={0, 1})),
 }  # fmt: skip
 PLAIN_MOE = {
     "renormalize": True, "routed_scale": 1.0, "num_groups": 1, "top_groups": 1, "shared_size": 0, "swiglu_limit": 0.0,
@@ -463,7 +491,7 @@ SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "vocab_size", "max_position_embeddings", "moe_intermediate_size", "num_experts", "num_local_experts",
     "n_routed_experts", "num_experts_per_tok", "moe_num_experts", "eos_token_id", "head_dim", "vision_config",
-    "text_config",
+    "text_config", "block_ff_dim",
 )  # fmt: skip
 
 

@@ -8,16 +8,17 @@ import pytest
 import torch
 import transformers
 from histories import at_night
+from quantized_checkpoints import LINEAR, write
 from safetensors.torch import load_file, save_file
 from transformers_architectures import PASSES, REFUSED, SMALL, V
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, kernels
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.quantization.fp8.numbers import quantize
 from nanovllm.runner.device import describe
 from nanovllm.transformers_backend import config as backend_config
 from nanovllm.transformers_backend import proof
-from nanovllm.transformers_backend.build import MLP, Linear, Norm
+from nanovllm.transformers_backend.layers import MLP, Experts, Linear, Norm
 
 NUM_DECODED = 8
 OPTIONS = {"skip_tokenizer_init": True, "dtype": "float32", "device": "cpu", "kvcache_block_size": 16,
@@ -41,7 +42,8 @@ def save(name, path, **fields):
     kind = class_of(name)
     known = PASSES.get(name) or REFUSED.get(name, ({},))[0]
     torch.manual_seed(7)
-    model = kind._from_config(kind.config_class(**SMALL | known | fields), attn_implementation="eager")
+    fields = fields if "text_config" in fields else SMALL | known | fields
+    model = kind._from_config(kind.config_class(**fields), attn_implementation="eager")
     with torch.no_grad():
         for param in model.float().eval().parameters():
             param.normal_(float(param.dim() == 1 and param.mean() > 0.5), 0.2 if param.dim() == 1 else 0.12)
@@ -150,6 +152,10 @@ def in_rotation(model):
     rotation.ops = SimpleNamespace(rotate_heads=lambda x, cos, sin: rotate(x, cos, -sin))
 
 
+def in_experts(experts):
+    experts.forward = lambda x, ids, weights, product=experts.forward: product(x, ids, weights.flip(1))
+
+
 def in_eps(norm):
     norm.eps += 0.1
 
@@ -170,6 +176,8 @@ FAULTS = {
     "scaled product": ("Cohere2", in_module(Linear, in_weight), MODULE),
     "scaled MLP": ("Cohere2", in_module(MLP, in_weight), MODULE),
     "other activation": ("Cohere2", in_module(MLP, in_act), MODULE),
+    "other experts' weights": ("Dots1", in_module(Experts, in_experts), MODULE),
+    "experts' activation": ("Dots1", in_module(Experts, in_act), MODULE),
     "rotated the other way": ("Arcee", in_rotation, "the rotary embedding differs"),
     "epsilon": ("VaultGemma", in_module(Norm, in_eps), MODULE),
 }
@@ -210,7 +218,7 @@ def test_the_proof_finds_a_fault(fault, dtype, checkpoints, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_proof_finds_states_besides_keys_and_values(dtype, tmp_path, monkeypatch):
     """Its convolutions would mix the tokens of a batch, and forget those of the chunk before."""
-    save("Lfm2", tmp_path)
+    save("Lfm3", tmp_path)
     monkeypatch.setattr(backend_config, "STATELESS", {"conv", "full_attention"})
     with pytest.raises(CheckpointError, match="logits"):
         start(tmp_path, dtype=dtype)
@@ -307,10 +315,50 @@ def test_fp8_checkpoints(block, tmp_path):
         assert tokens(given, tensor_parallel_size=2) == tokens(given)
 
 
-def test_fp8_experts_are_refused(tmp_path):
-    save("Dots1", tmp_path)
+# (class, form of ``quantized_checkpoints``, scheme, as the line at start calls it)
+QUANTIZED = [
+    ("Cohere2", "awq", {"size": 32}, "INT4"), ("Dots1", "nvfp4", {}, "NVFP4"), ("DeepseekV3", "qwen", {}, "FP8"),
+    *at_night(
+        ("Arcee", "gptq", {"act_order": True, "size": 32}, "INT4"), ("Cohere2", "gptq", {"act_order": True}, "INT4"),
+        ("Cohere2", "compressed-tensors", {"symmetric": False}, "INT4"), ("Cohere2", "auto-round", {}, "INT4"),
+        ("Cohere2", "modelopt-fp4", {}, "NVFP4"), ("Cohere2", "dense-mxfp4", {}, "MXFP4"),
+        ("Cohere2", "compressed-tensors", {"bits": 8}, "integer"), ("Dots1", "gptq", {"bits": 8}, "integer"),
+        ("DeepseekV3", "awq", {"size": 32}, "INT4"), ("Dots1", "gptq", {"size": 32}, "INT4"),
+        ("Dots1", "dense-mxfp4", {}, "MXFP4"), ("Dots1", "modelopt-fp4", {}, "NVFP4"), ("Dots1", "channel", {}, "FP8"),
+        ("Gemma4", "awq", {"size": 32}, "INT4"),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "form", "scheme", "kind"), QUANTIZED)
+def test_quantized_checkpoints(name, form, scheme, kind, tmp_path):
+    """The dequantized weights in 16 bits give the same numbers; so do two ranks, which gather the same results."""
+    given, wide = Path(tmp_path, "given"), Path(tmp_path, "wide")
+    model = save(name, given)
+    kept = [path for path, module in model.named_modules() if "proj" in path and type(module) is torch.nn.Linear]
+    # the first MLP is left out, as some checkpoints have it; and linear layers whose names the helper does not know
+    skipped = [path for path in kept if ".layers.0.mlp" in path or not LINEAR.fullmatch(f"{path}.weight")]
+    write(given, model, form, skipped, **scheme)
+    model.save_pretrained(wide)
+    ids, logprobs = [[1, 2, 3, 4, 5, 6, 7, 8]], []
+    for path in (given, wide):
+        with start(path) as llm:
+            logprobs.append(torch.tensor(llm.score(ids)[0].logprobs))
+            line = describe(llm.config, llm.model_runner)
+            assert (f" with {kind} weights" in line) == (path == given)
+    assert torch.allclose(*logprobs, atol=2e-4)
+    if not scheme.get("act_order"):
+        assert tokens(given, tensor_parallel_size=2) == tokens(given)
+        return
+    with pytest.raises(CheckpointError, match=r"tensor_parallel_size=2 is not supported, since GPTQ has ordered"):
+        start(given, tensor_parallel_size=2)
+
+
+def test_quantized_experts_of_a_form_of_their_own_are_refused(tmp_path):
+    """Their gate is clamped."""
+    save("MiniMaxM3VL", tmp_path)
     change_config(tmp_path, quantization_config={"quant_method": "fp8"})
-    with pytest.raises(CheckpointError, match="its experts are FP8"):
+    with pytest.raises(CheckpointError, match=r"its experts are quantized, and the form of .*experts is its own"):
         start(tmp_path)
 
 
@@ -318,9 +366,10 @@ def test_options_that_are_refused(tmp_path):
     save("Arcee", tmp_path)
     with pytest.raises(ConfigError, match="tensor_parallel_size=4 must divide the model's 2 KV heads"):
         start(tmp_path, tensor_parallel_size=4)
-    change_config(tmp_path, quantization_config={"quant_method": "awq"})
-    with pytest.raises(CheckpointError, match="its weights are quantized, and not in FP8"):
-        start(tmp_path)
+    for method in ("mxfp4", "bitsandbytes"):
+        change_config(tmp_path, quantization_config={"quant_method": method})
+        with pytest.raises(CheckpointError, match=f"quant_method='{method}' is not supported"):
+            start(tmp_path)
 
 
 def test_a_missing_tensor_is_no_random_one(tmp_path):
@@ -339,15 +388,18 @@ def test_an_old_transformers_is_refused(tmp_path, monkeypatch):
         start(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["Cohere2", *at_night("StableLm", "Nemotron")])
-def test_two_ranks_share_linear_layers_by_transformers_plan(name, tmp_path):
+@pytest.mark.parametrize("name", [
+    "Cohere2", "Dots1", *at_night("Nemotron", "DeepseekV3", "Glm4MoeLite", "Glm", "MiMoV2Flash"),
+])  # fmt: skip
+def test_two_ranks_share_linear_layers_and_experts(name, tmp_path):
+    """By transformers' plan, and each rank has a part of every expert."""
     save(name, tmp_path)
     prompts = [list(range(2, 32)), [7]]
     assert tokens(tmp_path, prompts, tensor_parallel_size=2) == tokens(tmp_path, prompts)
 
 
 def test_two_ranks_refuse_what_the_plan_shares_otherwise(tmp_path):
-    save("Dots1", tmp_path)
+    save("LongcatFlash", tmp_path)
     with pytest.raises(CheckpointError, match=r"tensor_parallel_size=2 is not supported, since .*experts.* is "):
         start(tmp_path, tensor_parallel_size=2)
 
@@ -358,3 +410,36 @@ def test_the_line_at_start_tells_the_modules_and_their_cost(tmp_path):
     with start(tmp_path) as llm:
         line = describe(llm.config, llm.model_runner)
     assert "with modules of transformers (1.5 KiB of KV cache a token in 16 bits) on the CPU" in line
+
+
+def test_a_vision_language_model_takes_text_alone(tmp_path):
+    """The line at start says so; neither its vision tower nor the tensors of that are loaded."""
+    text = {"model_type": "cohere2", **SMALL, **PASSES["Cohere2"]}
+    tower = {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
+    model = save("AyaVisionForConditionalGeneration", tmp_path, text_config=text, vision_config=tower, image_token_id=9)
+    assert any("vision_tower" in name for name in load_file(tmp_path / "model.safetensors"))
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.inference_mode():
+        for _ in range(4):
+            ids = torch.cat([ids, model(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    assert tokens(tmp_path) == [ids[0, 3:].tolist()]
+    with start(tmp_path) as llm:
+        assert " with modules of transformers (text alone, " in describe(llm.config, llm.model_runner)
+        assert not any("vision_tower" in name for name, _ in llm.model_runner.model.named_parameters())
+
+
+def test_layers_take_the_kernels_of_the_device(tmp_path, monkeypatch):
+    """They are made on meta, and there the choice of kernels would be the references, on a GPU too."""
+    save("Dots1", tmp_path)
+    select = kernels.select
+
+    def select_for(device_type=None, folder=""):
+        ops = select(device_type, folder)
+        return ops if folder else SimpleNamespace(**vars(ops), device=device_type or torch.get_default_device().type)
+
+    monkeypatch.setattr(kernels, "select", select_for)
+    with start(tmp_path) as llm:
+        modules = [module for module in llm.model_runner.model.modules() if hasattr(module, "ops")]
+        devices = {getattr(module.ops, "device", None) for module in modules}
+    assert len(modules) > 20 and devices == {"cpu"}

@@ -28,6 +28,7 @@ OPS = {
     "fused_linear": "linear.dispatch",
     "qkv_linear": "linear.dispatch",
     "fused_moe": "moe.dispatch",
+    "chosen_experts": "moe.dispatch",
     "takes_mxfp4": "moe.dispatch",
     "takes_shared_expert": "moe.dispatch",
     "add_shared_expert": "moe.shared_expert",

@@ -30,7 +30,7 @@ class RMSNorm(nn.Module):
         self.ops = kernels.select()
 
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: None = None) -> None:
-        copy_shard(param, loaded, 0, *self.shard[1:])
+        copy_shard(param, loaded, 0, *self.shard.place, self.shard.order)
         param.add_(self.offset).mul_(self.scale)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

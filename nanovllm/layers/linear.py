@@ -21,7 +21,7 @@ from nanovllm import kernels
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
 from nanovllm.layers.layernorm import RMSNorm, norm_all_heads
-from nanovllm.layers.weight_loader import HeadOrders, Shards, copy_bias, copy_shard
+from nanovllm.layers.weight_loader import HeadOrders, Shards, copy_bias, copy_shard, multiply
 from nanovllm.quantization.weights import add_weight, new_bias, shared_rows
 from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
@@ -143,5 +143,4 @@ class RowParallelLinear(ReplicatedLinear):
         else:
             order = None if param is self.weight_scale else self.head_order
             copy_shard(param, loaded, 1, self.tp.rank, self.tp.size, order)
-        if self.scale != 1 and param.is_floating_point() and param.dtype.itemsize > 1:  # FP8 has a scale for it
-            param.mul_(self.scale)
+        multiply(param, self.scale)

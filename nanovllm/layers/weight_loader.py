@@ -63,6 +63,7 @@ class Shard(NamedTuple):
     part: int
     total: int
     order: list[int] | None = None
+    scale: float = 1.0  # multiplies the rows at load
 
     @property
     def place(self) -> tuple[int, int]:
@@ -127,8 +128,15 @@ class Shards(dict[Any, Shard]):
                 tensors = split_rows(loaded, sizes)
         rows = dict(zip(self, param.split(self.sizes), strict=True))
         for name, tensor in zip(names, tensors, strict=True):
-            _, part, total, order = self[name]
+            _, part, total, order, scale = self[name]
             copy_shard(rows[name], tensor, 0, part, total, order)
+            multiply(rows[name], scale)
+
+
+def multiply(param: torch.Tensor, scale: float) -> None:
+    """Scale a loaded weight, bias or scale of a weight; FP8 and integers have a scale for it."""
+    if scale != 1 and param.is_floating_point() and param.dtype.itemsize > 1:
+        param.mul_(scale)
 
 
 def row_loader(part: int, total: int) -> Callable[..., None]:

@@ -4,10 +4,11 @@
 """
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.errors import ConfigError
 from nanovllm.models.families import Family
+from nanovllm.models.recurrent import RecurrentConfig
 from nanovllm.models.rope import RopeScaling
 from nanovllm.quantization.fields import linears
 from nanovllm.quantization.fp8.rules import RENAMED_TENSORS, UNUSED_TENSORS, Fp8
@@ -32,25 +33,22 @@ class MoEConfig:
     swiglu_limit: float = 0.0  # limit of the clamped SwiGLU; 0: the model's own activation
 
 
-@dataclass(frozen=True)
-class GatedDeltaConfig:
-    """The gated delta net of the recurrent layers."""
+class Scales(NamedTuple):
+    """Factors of a layer's products, folded into weights; ``residual_scale`` comes on top."""
 
-    num_key_heads: int
-    num_value_heads: int  # a multiple of ``num_key_heads``
-    key_dim: int  # per head
-    value_dim: int  # per head
-    conv_size: int  # tokens that the convolution before it sees
+    attention: float = 1.0  # factor of its result
+    gate: float = 1.0  # factor of the MLP's gate before the activation
+    mlp: float = 1.0  # factor of its result
 
 
 @dataclass(frozen=True)
 class LayerConfig:
     """The shape and the switches of one decoder layer."""
 
-    mixer: str = "attention"  # how tokens see each other, a key of ``MIXERS``
+    mixer: str = "attention"  # how tokens see each other, a key of ``MIXERS``; "": they do not
     window: int = 0  # tokens that a token attends to, itself included; 0: all before it
     rope: RopeScaling | None = None  # None: positions are not rotated (NoPE)
-    mlp: str = "dense"  # a key of ``MLPS``
+    mlp: str = "dense"  # a key of ``MLPS``; "": none
     head_dim: int = 0  # of attention, as the next two fields
     num_key_value_heads: int = 0
     keys_are_values: bool = False  # values are the keys before their norm and RoPE
@@ -60,6 +58,11 @@ class LayerConfig:
     fp8_linears: frozenset[str] = frozenset()  # keys of ``linears`` whose layers are FP8
     # by key of ``linears``, or by part where parts differ; these become 16 bits
     packed_schemes: tuple[tuple[str, "PackedScheme"], ...] = ()
+
+    @property
+    def attends(self) -> bool:
+        """Whether it has keys and values, maybe beside a state."""
+        return self.mixer.endswith("attention")
 
     @property
     def num_stored_heads(self) -> int:
@@ -102,7 +105,7 @@ class ModelConfig:
     num_labels: int  # outputs of a classification head; 0 without one
     activation: str  # activation of those outputs: "softmax", "sigmoid" or "" for none
     label_tokens: tuple[str, ...]  # a reranker's tokens whose logits are its head, the answer "no" first
-    gated_delta: GatedDeltaConfig | None  # None without recurrent layers
+    recurrent: RecurrentConfig | None  # None without recurrent layers
     num_nextn_predict_layers: int  # layers for speculation, which the checkpoint stores after the others
     quant_method: str | None  # the checkpoint's format; None: not quantized. "mxfp4": its experts are MXFP4
     # Width and height of the square of FP8 weights that share a scale; 0: a scale for each output feature; None: no
@@ -110,12 +113,13 @@ class ModelConfig:
     fp8: int | None
     dtype: str
     eos_token_ids: tuple[int, ...]
+    scales: Scales = Scales()
 
     model_class = "nanovllm.models.decoder.CausalLM"
 
     @property
     def attention_layers(self) -> tuple[LayerConfig, ...]:
-        return tuple(layer for layer in self.layers if layer.mixer == "attention")
+        return tuple(layer for layer in self.layers if layer.attends)
 
     @property
     def head_dim(self) -> int:
@@ -158,7 +162,7 @@ class ModelConfig:
                 f"quantization='fp8', but the checkpoint's weights are {noun} ({self.quant_method}). "
                 "Leave it out, or take the 16-bit checkpoint."
             )
-        names = frozenset(linears(self.moe.num_experts if self.moe else 0, self.gated_delta is not None))
+        names = frozenset(linears(self.moe.num_experts if self.moe else 0, self.family.recurrent))
         layers = tuple(replace(layer, fp8_linears=names) for layer in self.layers)
         return self if self.quant_method else replace(self, layers=layers, fp8=0)
 
@@ -233,7 +237,7 @@ class ModelConfig:
             ("intermediate units", self.intermediate_size),
             ("intermediate units of an expert", self.moe.expert_size if self.moe else 0),
             ("intermediate units of the shared expert", self.moe.shared_size if self.moe else 0),
-            ("key heads of linear attention", self.gated_delta.num_key_heads if self.gated_delta else 0),
+            *(self.recurrent.divided() if self.recurrent else ()),
         ):
             if count % size:
                 raise ConfigError(f"tensor_parallel_size={size} must divide the model's {count} {what}.")

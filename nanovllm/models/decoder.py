@@ -25,7 +25,7 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, head_orders
-from nanovllm.layers.weight_loader import Shard, row_loader
+from nanovllm.layers.weight_loader import Shard, Shards, row_loader
 from nanovllm.models.config import LayerConfig, ModelConfig
 from nanovllm.models.kinds import DECODERS, MIXERS, MLPS, load_kind
 from nanovllm.quantization.weights import new_bias
@@ -52,7 +52,8 @@ class SelfAttention(nn.Module):
         norms: list[Any] = [RMSNorm(x.num_rows, eps, family.norm_offset, shard=x) for x in shards[config.qk_norm]]
         self.q_norm, self.k_norm = norms or [None, None]
         self.full_qk_norms = tuple(norms) if config.qk_norm == "full" else None
-        self.o_proj = RowParallelLinear(H * D, C, config.o_bias, tp, kinds[1], config.residual_scale, orders.v)
+        scale = config.residual_scale * config.scales.attention
+        self.o_proj = RowParallelLinear(H * D, C, config.o_bias, tp, kinds[1], scale, orders.v)
         self.adds_residual = not family.post_norm
         self.attn = Attention(
             qkv.num_heads, D, qkv.num_kv_heads, backend, config.attention_scale, layer.window, qkv.shards["k"].place,
@@ -106,9 +107,11 @@ class MLP(nn.Module):
         super().__init__()
         C, I, bias = config.hidden_size, size or layer.intermediate_size, config.mlp_bias and not size
         kinds = [config.precision(layer, f"{name}.{part}") for part in ("gate_up_proj", "down_proj")]
-        self.gate_up_proj = MergedColumnParallelLinear(C, [I, I], bias, tp, kinds[0])
+        up = Shard(I // tp.size, tp.rank, tp.size)
+        shards = Shards({0: up._replace(scale=config.scales.gate), 1: up})
+        self.gate_up_proj = MergedColumnParallelLinear(C, shards, bias, tp, kinds[0])
         self.act = config.act
-        self.down_proj = RowParallelLinear(I, C, bias, tp, kinds[1], config.residual_scale)
+        self.down_proj = RowParallelLinear(I, C, bias, tp, kinds[1], config.residual_scale * config.scales.mlp)
         self.adds_residual = not (size or config.family.post_norm)
 
     def forward(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
@@ -118,30 +121,39 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A mixer and an MLP, each between its norms. Sums up their results over ranks."""
+    """A mixer and an MLP, or one of them, each between its norms. Sums up their results over ranks."""
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, rope: RotaryEmbedding | None,
                  backend: AttentionBackend, tp: TPGroup):
         super().__init__()
-        family, mixer, mlp = config.family, load_kind(MIXERS[layer.mixer]), load_kind(MLPS[layer.mlp])
+        family = config.family
 
         def norm(is_there: bool) -> RMSNorm | None:
             return RMSNorm(config.hidden_size, config.rms_norm_eps, family.norm_offset) if is_there else None
 
-        self.tp, self.mixer_name = tp, mixer.name
-        self.add_module(mixer.name, mixer(config, layer, rope, backend, tp))
-        self.mlp = mlp(config, layer, tp)
-        self.input_layernorm, self.post_attention_layernorm = norm(family.pre_norm), norm(family.pre_norm)
-        self.mixer_post_norm, self.mlp_post_norm = norm(family.post_norm), norm(family.post_norm)
+        self.tp, self.sublayers = tp, []  # (module, names of the norms before and after)
+        if layer.mixer:
+            mixer = load_kind(MIXERS[layer.mixer])(config, layer, rope, backend, tp)
+            for name, part in (getattr(mixer, "parts", {}) | {mixer.name: mixer}).items():
+                setattr(self, name, part)
+            self.input_layernorm, self.mixer_post_norm = norm(family.pre_norm), norm(family.post_norm)
+            self.sublayers.append((mixer.name, "input_layernorm", "mixer_post_norm"))
+        if layer.mlp:
+            self.mlp = load_kind(MLPS[layer.mlp])(config, layer, tp)
+            self.post_attention_layernorm, self.mlp_post_norm = norm(family.pre_norm), norm(family.post_norm)
+            self.sublayers.append(("mlp", "post_attention_layernorm", "mlp_post_norm"))
 
     def forward(self, residual: torch.Tensor, context: Context) -> torch.Tensor:
         """residual [T, C] -> [T, C]; [N, C] with ``context.logits_indices``."""
-        y = self.tp.all_reduce(getattr(self, self.mixer_name)(residual, self.input_layernorm, context))
-        if self.mixer_post_norm is not None:  # else the mixer has added the residual
-            rows = residual if len(y) == len(residual) else residual[context.logits_indices]  # in the last layer
-            y = self.mixer_post_norm.add_to(rows, y)
-        residual, y = y, self.tp.all_reduce(self.mlp(y, self.post_attention_layernorm, context))
-        return y if self.mlp_post_norm is None else self.mlp_post_norm.add_to(residual, y)
+        for name, before, after in self.sublayers:
+            norm, post_norm = getattr(self, before), getattr(self, after)
+            y = self.tp.all_reduce(getattr(self, name)(residual, norm, context))
+            if post_norm is not None:  # else the sublayer has added the residual
+                if name != "mlp" and context.logits_indices is not None:  # the last mixer of a prefill
+                    residual = residual[context.logits_indices]
+                y = post_norm.add_to(residual, y)
+            residual = y
+        return residual
 
 
 class Decoder(nn.Module):
@@ -160,18 +172,19 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(
             self.layer_class(config, x, tables.get((x.rope, x.head_dim)), backend, tp) for x in config.layers
         )
+        self.last_mixer = max(i for i, layer in enumerate(config.layers) if layer.mixer)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.family.norm_offset, config.logit_scale)
 
     def forward(self, input_ids: torch.Tensor, context: Context) -> torch.Tensor:
         """input_ids [T] -> hidden states [T, C]; [N, C] with ``context.logits_indices``.
 
-        In prefill the last layer, once its keys and values are stored, runs for the last token of each sequence only.
+        In prefill the last layer, once its keys and values are stored, runs for the last token of each sequence only;
+        so do the layers after the last one with a mixer.
         """
         residual, every_token = self.embed_tokens(input_ids), context.all_tokens()
-        *layers, last = self.layers
-        for layer in layers:
-            residual = layer(residual, every_token)
-        return self.norm(last(residual, context))
+        for i, layer in enumerate(self.layers):
+            residual = layer(residual, every_token if i < self.last_mixer else context)
+        return self.norm(residual)
 
 
 class CausalLM(nn.Module):

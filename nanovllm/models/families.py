@@ -1,5 +1,6 @@
 """A row of ``MODELS``: the ways in which the decoder of an architecture differs from Llama's. Imports no torch."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from nanovllm.validation import by_field
@@ -33,8 +34,10 @@ class Family(NamedTuple):
     rotates_windows_only: bool = False  # in a model with windows, layers without one have no RoPE
     decoder: str = "plain"  # a key of ``DECODERS``
     sparse_mlp: str = "experts"  # MLP of the sparse layers, a key of ``MLPS``
+    without_experts: "Family | None" = None  # the row of its models whose number of experts is 0
     experts: str = ""  # scores of a mixture of experts: "softmax" or "sigmoid"; "": dense
     has_correction_bias: bool = False  # a bias of each expert counts for the choice, and not for its weight
+    choice_eps: float = 1e-20  # added to the sum that the weights of the chosen experts are divided by
     has_shared_gate: bool = False  # a sigmoid gate scales the shared expert
     # Tensors of all experts are [E, C, 2I] and [E, I, C] as published; transformers 5 writes the usual order,
     # [E, 2I, C] and [E, C, I].
@@ -42,13 +45,15 @@ class Family(NamedTuple):
     # Experts and router have biases and use ``reference.clamped_swiglu``; tensors of all experts are [E, C, 2I], gate
     # and up interleaved, and [E, I, C], or MXFP4.
     gpt_oss_experts: bool = False
-    recurrent: str = ""  # mixer of the layers that ``layer_types`` calls "linear_attention", a key of ``MIXERS``
+    recurrent: str = ""  # kind of its layers with states, a key of ``RECURRENT``
     groups_delta_inputs: bool = False  # the checkpoint stores the projections of a gated delta net head by head
     # Each query head of a layer has a learned score that joins the softmax's sum and nothing else.
     sinks: bool = False
     # The result of attention is multiplied by the sigmoid of a gate, which ``q_proj`` stores next to each query head.
     output_gate: bool = False
     reads: tuple[str, ...] = ()  # fields of ``SWITCHES`` that this family honours
+    # fields of its config.json -> the same under the names of others
+    spelled: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     defaults: dict[str, Any] = {}  # noqa: RUF012 (read only)  # fields that published files leave out
     renamed: tuple[tuple[str, str], ...] = ()  # (in the checkpoint, here) parts of tensor names, replaced in this order
     skipped: str = ""  # regular expression of the names of tensors that nothing here uses

@@ -1,4 +1,5 @@
-"""The kinds of decoders, and of their layers' mixers and MLPs; readers of architectures without a row in ``MODELS``.
+"""Kinds of decoders, of mixers and MLPs of their layers, of layers with states, and readers of architectures without a
+row in ``MODELS``.
 
 Owns a table of each, the only place that names their modules; these are imported when a model has them.
 Imports no torch.
@@ -15,7 +16,16 @@ DECODERS = {
 # keyed by ``LayerConfig.mixer``
 MIXERS = {
     "attention": "nanovllm.models.decoder.SelfAttention",
-    "gated_delta_net": "nanovllm.models.gated_delta_net.GatedDeltaNet",
+    "gated_delta_net": "nanovllm.models.recurrent.gated_delta_net.mixer.GatedDeltaNet",
+    "mamba2": "nanovllm.models.recurrent.mamba2.mixer.Mamba2",
+    "mamba2_beside_attention": "nanovllm.models.recurrent.mamba2.mixer.Mamba2BesideAttention",
+    "short_conv": "nanovllm.models.recurrent.short_conv.mixer.ShortConv",
+}
+# keyed by ``Family.recurrent``: subclasses of ``recurrent.RecurrentConfig``
+RECURRENT = {
+    "gated_delta_net": "nanovllm.models.recurrent.gated_delta_net.config.GatedDeltaConfig",
+    "mamba2": "nanovllm.models.recurrent.mamba2.config.Mamba2Config",
+    "short_conv": "nanovllm.models.recurrent.short_conv.config.ShortConvConfig",
 }
 # keyed by ``LayerConfig.mlp``
 MLPS = {

@@ -7,6 +7,7 @@ stands beside its layer (``weight_loader``).
 
 import re
 from collections.abc import Collection, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from nanovllm.quantization.fields import EXPERT_PARTS
 from nanovllm.quantization.fp8.numbers import E4M3
 from nanovllm.quantization.fp8.rules import KV_SCALES
 from nanovllm.quantization.fp8.tensors import read_kv_scales
-from nanovllm.quantization.packed import fitting
+from nanovllm.quantization.packed import fitting, scheme_in
 from nanovllm.quantization.weights import WeightReader, randomize, writes
 from nanovllm.utils.checkpoint import open_tensors, read_json, tensor_names
 from nanovllm.utils.checkpoint_tensor import CheckpointTensor
@@ -83,7 +84,9 @@ class WeightFiller:
         # Names here of checkpoint tensors:
         self.adapted = names | {f"{name}_scale" for name in names} & set(self._targets)  # the adapter changes them
         self._only = None if only is None else only | self.adapted
-        self._reader = WeightReader([layer.packed_schemes for layer in config.layers], self._targets)
+        schemes, of_layers = getattr(model, "schemes", None), [layer.packed_schemes for layer in config.layers]
+        scheme_of = partial(scheme_in, of_layers) if schemes is None else schemes.get
+        self._reader = WeightReader(scheme_of, self._targets)
         every = {part for _, _, parts in self._targets.values() for part in parts}
         self.missing = every if self._only is None else set(self._only)  # names still to be given
         self.filled: set[str] = set()  # names given

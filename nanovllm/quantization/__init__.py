@@ -1,6 +1,7 @@
 """Weight formats, a folder each. Owns the table of the formats that a ``config.json`` may name; imports no torch.
 
-    rules.py    ``read``: which linear layers have the format, and their scheme; imports no torch
+    rules.py    ``read``: which linear layers have the format, and their scheme; ``schemes``: likewise for given
+                modules; imports no torch
     tensors.py  ``new_weight``: the parameters of a scheme; the checkpoint tensors that fill them
     numbers.py  the stored form, ``dequantized``: reference of the kernels
 
@@ -45,10 +46,24 @@ def read_quantization(raw: dict[str, Any], family: "Family",
         return None, None, [{}] * num_layers
     if num_layers * num_experts > MAX_EXPERTS:
         raise refusal(f"{num_layers} layers of {num_experts} experts")
+    rules = rules_of(quantization)
+    return str(quantization["quant_method"]), *rules.read(quantization, family, num_layers, num_experts, files)
+
+
+def read_schemes(quantization: dict[str, Any], family: "Family", modules: list[str]) -> dict[str, Any]:
+    """Schemes of ``modules``, for a decoder whose modules are not those of ``fields.linears``; None: 16 bits.
+
+    Raises:
+        CheckpointError: the format is not supported, or not for linear layers.
+    """
+    return rules_of(quantization).schemes(quantization, family, modules)
+
+
+def rules_of(quantization: dict[str, Any]) -> Any:
+    """The ``rules.py`` of the format that a ``quantization_config`` names, the only one to import: a start is short."""
     method = str(quantization.get("quant_method"))
     form = str(quantization.get("format", quantization.get("quant_algo")))
     folder = FORMATS.get((method, form)) or FORMATS.get((method, None))
     if folder is None:
         raise refusal(f"quant_method={quantization.get('quant_method')!r:.100}")
-    rules = import_module(f"nanovllm.quantization.{folder}.rules")  # only that of the format: a start is short
-    return method, *rules.read(quantization, family, num_layers, num_experts, files)
+    return import_module(f"nanovllm.quantization.{folder}.rules")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanovllm.errors import CheckpointError
-from nanovllm.quantization.fields import linears
+from nanovllm.quantization.fields import MIXER_LINEARS, linears
 from nanovllm.quantization.int4 import tensors as int4
 from nanovllm.quantization.int4.rules import IntScheme
 from nanovllm.quantization.nvfp4 import tensors as nvfp4
@@ -19,7 +19,13 @@ from nanovllm.utils.checkpoint_tensor import CheckpointTensor, Gathered
 PackedScheme = IntScheme | Fp4Scheme
 PackedTensors = int4.IntTensors | nvfp4.Fp4Tensors
 TENSORS: dict[type, Any] = {IntScheme: int4.IntTensors, Fp4Scheme: nvfp4.Fp4Tensors}
-MERGED = {part: name for name, parts in linears(1, True).items() for part in parts}
+MERGED = {part: name for kind in MIXER_LINEARS for name, parts in linears(1, kind).items() for part in parts}
+
+
+def scheme_in(layers: Sequence[Any], module: str) -> PackedScheme | None:
+    """The scheme of a module of a decoder whose layers have ``layers``, the ``packed_schemes`` of each."""
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module)
+    return scheme_of(layers[int(match[1])], match[2]) if match and int(match[1]) < len(layers) else None
 
 
 def scheme_of(layer: tuple[tuple[str, PackedScheme], ...], module: str) -> PackedScheme | None:
@@ -35,19 +41,17 @@ def merged_name(module: str) -> str:
     return MERGED.get(re.sub(r"^mlp\.experts\.\d+\.", "mlp.experts.0.", module), module)
 
 
-def take(name: str, tensor: CheckpointTensor, layers: Sequence[Any], is_known: bool,
+def take(name: str, tensor: CheckpointTensor, scheme: PackedScheme | None, is_known: bool,
          gathered: Gathered) -> tuple[str, CheckpointTensor, PackedTensors | None] | None:
     """A parameter's name here and its tensor, with the packed weight that it completes; None: nothing to write.
 
     None stands for a module whose other tensors are to come, and for a tensor that is only checked.
 
     Args:
-        layers: ``packed_schemes`` of each decoder layer.
+        scheme: scheme of the tensor's module.
         is_known: the model has a parameter of this name.
     """
     module, _, kind = name.rpartition(".")
-    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module)
-    scheme = scheme_of(layers[int(match[1])], match[2]) if match and int(match[1]) < len(layers) else None
     if scheme is None or not (kind in scheme.kinds or (kind == "bias" and not is_known)):
         return name, tensor, None
     if kind == "weight" and tensor.read((slice(1),)).is_floating_point():  # ModelOpt's codes have this name too

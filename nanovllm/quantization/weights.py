@@ -7,7 +7,7 @@ Legend: N output features, C input channels, both of this rank.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -70,12 +70,12 @@ class WeightReader:
     """Puts the checkpoint tensors together that make one weight.
 
     Args:
-        layers: ``packed_schemes`` of each decoder layer.
+        scheme_of: the packed scheme of a module, by its name here.
         targets: the parameter that a checkpoint tensor fills, and more of it, by the tensor's name here.
     """
 
-    def __init__(self, layers: Sequence[Any], targets: Mapping[str, tuple[Any, ...]]):
-        self._layers, self._targets, self.gathered = layers, targets, Gathered()
+    def __init__(self, scheme_of: Callable[[str], Any], targets: Mapping[str, tuple[Any, ...]]):
+        self._scheme_of, self._targets, self.gathered = scheme_of, targets, Gathered()
 
     def take(self, name: str, tensor: CheckpointTensor) -> tuple[str, CheckpointTensor, PackedTensors | None] | None:
         """A parameter's name and its tensor, with the packed weight that it completes; None: nothing to write."""
@@ -83,7 +83,8 @@ class WeightReader:
             param, *_ = self._targets.get(name.rpartition("_")[0], (None,))
             whole = mxfp4.take(name, tensor, param, self.gathered)
             return whole and (*whole, None)
-        return take(name, tensor, self._layers, name in self._targets, self.gathered)
+        scheme = self._scheme_of(name.rpartition(".")[0])
+        return take(name, tensor, scheme, name in self._targets, self.gathered)
 
 
 def writes(param: Any, tensor: CheckpointTensor, packed: PackedTensors | None,

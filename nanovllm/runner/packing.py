@@ -3,7 +3,6 @@
 Owns their lifetime: made when the weights are there, dropped before these change. Says how packed weights are kept.
 """
 
-import re
 from typing import Any
 
 import torch
@@ -46,13 +45,14 @@ def pack_weights(model: nn.Module) -> None:
 
 def describe_packed(model: Any, device: torch.device) -> str:
     """How an engine holds the weights that its checkpoint has in few bits, integers or NVFP4; "" where it has none."""
-    schemes = [layer.packed_schemes for layer in model.config.layers]
-    of_floats = [scheme for of_layer in schemes for _, scheme in of_layer if isinstance(scheme, Fp4Scheme)]
-    of_layers = [{merged_name(name) for name, _ in of_layer if name not in OTHERS} for of_layer in schemes]
+    schemes = getattr(model, "schemes", None) or {
+        f"model.layers.{i}.{merged_name(name)}": scheme
+        for i, layer in enumerate(model.config.layers) for name, scheme in layer.packed_schemes if name not in OTHERS
+    }  # fmt: skip
+    of_floats = [scheme for scheme in schemes.values() if isinstance(scheme, Fp4Scheme)]
     num_kept = num_widened = 0
     for name, param in model.named_parameters():
-        match = re.fullmatch(r"model\.layers\.(\d+)\.(.+?)(\.weight)?", name)
-        if match and match[2] in of_layers[int(match[1])]:
+        if name.removesuffix(".weight") in schemes:
             num_kept += param.dtype == torch.int32
             num_widened += param.dtype != torch.int32
     notes = [f"{num_widened} of {num_kept + num_widened} dequantized at load"] * (num_widened > 0)

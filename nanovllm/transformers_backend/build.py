@@ -1,6 +1,7 @@
-"""Transformers' modules as this library runs them: parameters on meta, MLPs, linear layers and norms exchanged.
+"""Transformers' modules as this library runs them: parameters on meta; MLPs, experts, linear layers, norms exchanged.
 
-An exchange needs no trust: a class of norms or MLPs is exchanged if its numbers agree with this library's reference.
+An exchange needs no trust: a class of norms, MLPs or experts is exchanged if its numbers agree with this library's
+reference.
 ``proof.py`` compares every exchanged module again once the weights are there.
 """
 
@@ -9,141 +10,38 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from itertools import chain
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
+from nanovllm import kernels
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.kernels.linear import reference
-from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from nanovllm.layers.weight_loader import copy_bias, copy_shard, row_loader
-from nanovllm.quantization.fields import skipped_modules
-from nanovllm.quantization.fp8.numbers import dequantized
+from nanovllm.kernels.moe.reference import chosen_experts
+from nanovllm.layers.linear import ReplicatedLinear
+from nanovllm.layers.weight_loader import row_loader
+from nanovllm.quantization import read_schemes
+from nanovllm.quantization.fields import EXPERT_PARTS
 from nanovllm.quantization.fp8.rules import Fp8
 from nanovllm.transformers_backend.config import TransformersConfig, refusal
+from nanovllm.transformers_backend.layers import MLP, Experts, Linear, Norm, looping
+from nanovllm.transformers_backend.names import CODES, Names
 from nanovllm.transformers_backend.rotation import exchange_rotations
-from nanovllm.utils.checkpoint import LOADING_LOCK
-from nanovllm.utils.checkpoint_tensor import CheckpointTensor
+from nanovllm.utils.checkpoint import LOADING_LOCK, tensor_names
 
 TOLERANCE = 1e-5  # relative difference of an fp32 norm or MLP to the reference
-# Styles of transformers' plans that are replicated here: the head, whose logits are cut; and embeddings and norms.
-REPLICATED = ("colwise_gather_output", "replicated_with_grad_allreduce", "embedding_rowwise", "local_params")
+# Styles of transformers' plans that are replicated here: the head, whose logits are cut; embeddings and norms; layers
+# whose inputs and results are whole on every rank.
+REPLICATED = (
+    "colwise_gather_output", "rowwise_split_input", "mla_kv_a_proj", "replicated_with_grad_allreduce",
+    "embedding_rowwise", "local_params",
+)  # fmt: skip
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
-
-
-class Linear(ReplicatedLinear):
-    """This library's linear layer in the place of ``nn.Linear``: any leading dimensions, one argument.
-
-    Args:
-        style: how ranks share it, as transformers' plans call it: "colwise" shards output features, "rowwise" input
-            features, and the results are summed up; "" replicates it.
-    """
-
-    def __init__(self, given: Any, precision: Any, tp: TPGroup = SINGLE_RANK, style: str = ""):
-        sizes = {"out": given.out_features, "in": given.in_features}
-        if style:
-            sizes["out" if style == "colwise" else "in"] //= tp.size
-        with torch.device("meta"):
-            super().__init__(sizes["in"], sizes["out"], given.bias is not None, tp, precision)
-        self.in_features, self.out_features, self.style = sizes["in"], sizes["out"], style
-        for name in ("weight", "bias") if precision is None and (not style or tp.size == 1) else ():
-            if (param := getattr(given, name)) is not None:  # the same parameter: it may be tied
-                param.weight_loader = self.weight_loader
-                self.register_parameter(name, param)
-
-    def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: Any = None) -> None:
-        if self.style == "rowwise" and param.dim() == 1:
-            copy_bias(param, loaded, self.tp.rank)
-        elif self.style:
-            copy_shard(param, loaded, int(self.style == "rowwise"), self.tp.rank, self.tp.size)
-        else:
-            copy_shard(param, loaded)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        """x [..., in_features] -> [..., out_features]."""
-        y = self._summed(super().forward(x.reshape(-1, self.in_features).contiguous()))
-        return y.view(*x.shape[:-1], self.out_features)
-
-    def _summed(self, y: torch.Tensor) -> torch.Tensor:
-        return self.tp.all_reduce(y) if self.style == "rowwise" else y
-
-    def plain(self, x: torch.Tensor) -> torch.Tensor:
-        """The same by plain PyTorch, x [T, in_features]; FP8 weights dequantized."""
-        bias: Any = self.bias
-        return self._summed(F.linear(x, as_plain(self, x.dtype), bias))
-
-
-class Norm(RMSNorm):
-    """This library's RMSNorm in the place of one of transformers, ``given``, with any leading dimensions."""
-
-    def __init__(self, given: Any, eps: float, offset: float):
-        self.size = len(given.weight)
-        with torch.device("meta"):
-            super().__init__(self.size, eps, offset)
-        self._given = (given,)  # no submodule: its weight is on meta
-        self.weight_type = given.weight.dtype
-        if offset == 0:
-            given.weight.weight_loader = self.weight_loader
-            self.register_parameter("weight", given.weight)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., size] -> the same shape."""
-        return super().forward(x.reshape(-1, self.size)).view(x.shape)
-
-    def plain(self, x: torch.Tensor) -> torch.Tensor:
-        """The same by transformers' module."""
-        weight = (self.weight - self.offset).to(self.weight_type)
-        return functional_call(self._given[0], {"weight": weight}, (x,))
-
-
-class MLP(nn.Module):
-    """This library's gated MLP in the place of one of transformers, ``given``: one product of gate and up.
-
-    Args:
-        act: of the gate, "silu" or "gelu_tanh".
-        precisions: schemes of gate, up (the same) and down.
-        tp: ranks that share it; a single one replicates it.
-    """
-
-    packed_modules_mapping: ClassVar = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
-
-    def __init__(self, given: Any, act: str, precisions: list[Any], tp: TPGroup):
-        super().__init__()
-        self._given, self.act, self.tp = (given,), act, tp
-        gate, down = given.gate_proj, given.down_proj
-        self.size = gate.in_features
-        with torch.device("meta"):
-            sizes = [gate.out_features] * 2
-            self.gate_up_proj = MergedColumnParallelLinear(self.size, sizes, gate.bias is not None, tp, precisions[0])
-            self.down_proj = RowParallelLinear(sizes[0], down.out_features, down.bias is not None, tp, precisions[2])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., size] -> the same shape."""
-        flat = x.reshape(-1, self.size).contiguous()
-        gated = self.gate_up_proj(flat, act=self.act, reader=self.down_proj)
-        return self.tp.all_reduce(self.down_proj(gated)).view(*x.shape[:-1], -1)
-
-    def plain(self, x: torch.Tensor) -> torch.Tensor:
-        """The same by transformers' module; FP8 weights dequantized."""
-        gate_up, down = self.gate_up_proj, self.down_proj
-        weights: dict[str, Any]
-        merged, weights = as_plain(gate_up, x.dtype), {"down_proj.weight": as_plain(down, x.dtype)}
-        if down.bias is not None:
-            weights["down_proj.bias"] = down.bias
-        for i, name in enumerate(("gate_proj", "up_proj")):
-            weights[f"{name}.weight"] = merged.chunk(2)[i]
-            if (bias := gate_up.bias) is not None:
-                weights[f"{name}.bias"] = bias.chunk(2)[i]  # type: ignore[operator]
-        return self.tp.all_reduce(functional_call(self._given[0], weights, (x,)))
-
-
-def as_plain(layer: ReplicatedLinear, dtype: torch.dtype) -> torch.Tensor:
-    """A layer's weight in 16 or 32 bits."""
-    return layer.weight if layer.weight_scale is None else dequantized(layer.weight, layer.weight_scale, dtype)
 
 
 def gated_act(module: Any) -> str:
@@ -176,6 +74,35 @@ def gated_act(module: Any) -> str:
     return ""
 
 
+def experts_act(module: Any) -> str:
+    """The activation with which the reference of experts gives the numbers of ``module``; "": none does."""
+    params = dict(module.named_parameters())
+    if params.keys() != set(EXPERT_PARTS) or list(module.buffers()) or any(x.dim() != 3 for x in params.values()):
+        return ""
+    num_experts, num_features, size = module.gate_up_proj.shape
+    if module.down_proj.shape != (num_experts, size, num_features // 2):
+        return ""
+    random = partial(torch.randn, generator=torch.Generator("cpu").manual_seed(0), device="cpu", dtype=torch.float32)
+    shapes = zip(EXPERT_PARTS, ((2, 12, 5), (2, 5, 6)), strict=True)
+    weights, x = {name: random(*shape) for name, shape in shapes}, 3 * random(7, 5)
+    chosen = torch.tensor([[0, 1], [1, 0]] * 4, device="cpu")[:7], random(7, 2).abs()
+    module.forward = looping(module)
+    try:
+        with torch.device("cpu"):
+            theirs = functional_call(module, weights, (x, *chosen))
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):  # it takes other arguments
+        return ""
+    finally:
+        del module.forward
+    gate_up, down = map(reference.Weight, weights.values())
+    for act in ("silu", "gelu_tanh"):
+        ours = chosen_experts(x, gate_up, down, chosen[0].int(), chosen[1], act)
+        is_tensor = isinstance(theirs, torch.Tensor) and theirs.shape == ours.shape
+        if is_tensor and (theirs - ours).abs().max() <= TOLERANCE * ours.abs().max():
+            return act
+    return ""
+
+
 def norm_offset(module: Any, eps: float) -> float | None:
     """The offset with which the reference of RMSNorm gives the numbers of ``module``; None: no offset does."""
     generator = torch.Generator("cpu").manual_seed(0)
@@ -192,25 +119,28 @@ def norm_offset(module: Any, eps: float) -> float | None:
 
 
 def exchange(model: Any, config: TransformersConfig, tp: TPGroup) -> None:
-    """Put this library's gated MLPs, linear layers and RMSNorms in the place of transformers' that compute the same."""
+    """Put this library's experts, gated MLPs, linear layers and RMSNorms in the place of those that compute the same.
+
+    ``model.schemes`` gets the packed schemes of modules, by their names here.
+    """
     head, offsets = model.get_output_embeddings(), dict[Any, float | None]()
-    linears = [path for path, module in model.named_modules() if type(module) is nn.Linear and module is not head]
-    is_skipped = skipped_modules(dict(config.skipped), config.family, linears)
-    is_fp8 = {path for path in linears if config.fp8 is not None and not is_skipped(path)}
-
-    def precision(path: str) -> Fp8 | None:
-        return Fp8(config.fp8 or 0) if path in is_fp8 else None
-
-    if config.quant_method and any(".experts." in name and x.dim() == 3 for name, x in model.named_parameters()):
-        raise refusal(config.architecture, "its experts are FP8. Take the 16-bit checkpoint")
+    experts = {path: module for path, module in model.named_modules() if has_experts(module)}
+    schemes = schemes_of(model, config, [*experts, *(
+        path for path, module in model.named_modules() if type(module) is nn.Linear and module is not head
+    )])  # fmt: skip
+    model.schemes = {path: scheme for path, scheme in schemes.items() if scheme and not isinstance(scheme, Fp8)}
+    exchange_experts(model, experts, schemes, config, tp)
     plan = dict(getattr(model, "_tp_plan", None) or {})
     if tp.size > 1:
         share(model, plan, config, tp)
+
+    def precision(path: str) -> Any:
+        return in_few_bits(schemes.get(path))
+
     styles, acts = ("colwise", "colwise", "rowwise"), dict[Any, str]()
     done: set[str] = set()  # paths of MLPs
     for path, module in list(model.named_modules()):
-        parent, _, name = path.rpartition(".")
-        if parent in done:
+        if path.rpartition(".")[0] in done:
             continue
         exchanged: nn.Module | None = None
         if isinstance(getattr(module, "gate_proj", None), nn.Linear):
@@ -223,6 +153,8 @@ def exchange(model: Any, config: TransformersConfig, tp: TPGroup) -> None:
             if acts[kind] and group is not None and precisions[0] == precisions[1]:
                 exchanged = MLP(module, acts[kind], precisions, group)
                 done.add(path)
+                if (scheme := model.schemes.get(f"{path}.gate_proj")) is not None:
+                    model.schemes[f"{path}.gate_up_proj"] = scheme
         elif type(module) is nn.Linear:
             style = style_of(plan, path, tp.size) if module is not head else ""
             exchanged = Linear(module, precision(path), tp, style)
@@ -235,8 +167,70 @@ def exchange(model: Any, config: TransformersConfig, tp: TPGroup) -> None:
                 if (offset := offsets[norm]) is not None:
                     exchanged = Norm(module, eps, offset)
         if exchanged is not None:
-            exchanged.train(module.training)
-            setattr(model.get_submodule(parent), name, exchanged)
+            replace_module(model, path, exchanged)
+
+
+def replace_module(model: nn.Module, path: str, exchanged: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    exchanged.train(model.training)
+    part: Any
+    for part in exchanged.modules():
+        if hasattr(part, "ops"):
+            part.ops = kernels.select()  # for the model's device; the module was made on meta
+    setattr(model.get_submodule(parent), name, exchanged)
+
+
+def has_experts(module: Any) -> bool:
+    """Whether a module has the weights of all experts in one tensor."""
+    return isinstance(getattr(module, "gate_up_proj", None), nn.Parameter) and module.gate_up_proj.dim() == 3
+
+
+def in_few_bits(scheme: Any) -> Any:
+    """A scheme of FP8 or four bits; None for others, which become 16 bits here."""
+    return scheme if isinstance(scheme, Fp8) or (scheme is not None and scheme.bits == 4) else None
+
+
+def schemes_of(model: Any, config: TransformersConfig, linears: list[str]) -> dict[str, Any]:
+    """Schemes of linear layers by their names here; experts have theirs as ``X.gate_up_proj``, and each one's parts.
+
+    The rules of ``quantization_config`` say how a module is packed, and the names of the files' tensors which ones are.
+    """
+    quantization = config.quantization
+    experts = {path: len(module.gate_up_proj) for path in linears if has_experts(module := model.get_submodule(path))}
+    parts = {
+        f"{path}.{merged}": [f"{path}.{i}.{part}" for i in range(count) for part in EXPERT_PARTS[merged]]
+        for path, count in experts.items() for merged in EXPERT_PARTS
+    }  # fmt: skip
+    modules = [*(path for path in linears if path not in experts), *chain(*parts.values())]
+    if not quantization:
+        scheme = None if config.fp8 is None else Fp8(config.fp8)
+        return dict.fromkeys([*modules, *parts], scheme)
+    schemes = read_schemes(quantization, config.family, modules)
+    if config.fp8 is None and (files := list(Path(config.model_path).glob("*.safetensors"))):
+        names, tensors = Names(model), chain(*map(tensor_names, files))
+        packed = {names.here(name).rpartition(".")[0] for name in tensors if name.rpartition(".")[2] in CODES}
+        schemes = {path: scheme if path in packed else None for path, scheme in schemes.items()}
+    for merged, names_of in parts.items():
+        found = {schemes[each] for each in names_of}
+        if len(found) > 1:
+            raise refusal(config.architecture, f"the experts of {merged} are quantized in several ways")
+        (schemes[merged],) = found
+    return schemes
+
+
+def exchange_experts(model: Any, experts: dict[str, Any], schemes: dict[str, Any], config: TransformersConfig,
+                     tp: TPGroup) -> None:
+    """``exchange`` for experts; those of another form stay transformers', on a single rank in 16 bits."""
+    acts = dict[Any, str]()
+    for path, module in experts.items():
+        kind = type(module), repr(getattr(module, "act_fn", None))
+        if kind not in acts:
+            acts[kind] = experts_act(module)
+        precisions = [in_few_bits(schemes[f"{path}.{part}"]) for part in EXPERT_PARTS]
+        if acts[kind] and module.gate_up_proj.shape[1] // 2 % tp.size == 0 and path.endswith("experts"):
+            replace_module(model, path, Experts(module, acts[kind], (precisions[0], precisions[1]), config, tp))
+        elif any(precisions):
+            raise refusal(config.architecture, f"its experts are quantized, and the form of {path} is its own")
 
 
 def style_of(plan: dict[str, str], path: str, size: int) -> str:
@@ -257,10 +251,15 @@ def share(model: Any, plan: dict[str, str], config: TransformersConfig, tp: TPGr
 
     if "colwise" not in plan.values():
         refuse("transformers has no plan for it")
+    if act_order := [path for path, scheme in model.schemes.items() if scheme.act_order]:
+        refuse(f"GPTQ has ordered the channels of {act_order[0]} by their activations (desc_act)")
     linears = {path: module for path, module in model.named_modules() if type(module) is nn.Linear}
+    experts = {path for path, module in model.named_modules() if isinstance(module, Experts)}
     for path, module in [*model.named_modules(), *model.named_parameters(remove_duplicate=False)]:
         style = style_of(plan, path, tp.size)
         if not style or (path in linears and style in ("colwise", "rowwise")):
+            continue
+        if not experts.isdisjoint((path, path.rpartition(".")[0])):  # each rank has a part of every expert
             continue
         if style != "colwise" or not isinstance(module, nn.Parameter) or module.dim() != 1 or len(module) % tp.size:
             refuse(f"{path} is {style}")
@@ -308,7 +307,7 @@ def build(config: TransformersConfig, dtype: torch.dtype, device: torch.device, 
     raw = transformers.AutoConfig.from_pretrained(config.model_path, trust_remote_code=False)
     if type(raw) is not kind.config_class:
         raw = kind.config_class.from_pretrained(config.model_path)
-    vars(raw).pop("quantization_config", None)  # this library's layers read it
+    vars(raw).pop("quantization_config", None)  # ``exchange`` reads it
     try:
         with parameters_on_meta():
             model = kind._from_config(raw, dtype=dtype, attn_implementation="eager")
@@ -358,18 +357,27 @@ def abridge(model: nn.Module) -> None:
 
 def materialize(model: nn.Module, device: torch.device) -> None:
     """Give every parameter memory on ``device``; a tied one once. Buffers go there, too."""
-    made: dict[int, nn.Parameter] = {}
+    made: dict[int, Any] = {}
 
-    def moved(param: nn.Parameter) -> nn.Parameter:
-        if id(param) not in made:
-            data = torch.empty_like(param, device=device) if param.is_meta else param.to(device)
-            made[id(param)] = nn.Parameter(data, requires_grad=False)
-            attributes = vars(param).items()  # an FP8 weight has its scale
-            vars(made[id(param)]).update({k: moved(v) if isinstance(v, nn.Parameter) else v for k, v in attributes})
-        return made[id(param)]
+    def moved(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(moved, value))
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in made:
+            if not isinstance(value, nn.Parameter):  # an order of channels, which is valid from the beginning
+                made[id(value)] = torch.arange(len(value), dtype=value.dtype, device=device)
+                return made[id(value)]
+            data = torch.empty_like(value, device=device) if value.is_meta else value.to(device)
+            made[id(value)] = nn.Parameter(data, requires_grad=False)
+            # a quantized weight has its scale, and others
+            vars(made[id(value)]).update({name: moved(each) for name, each in vars(value).items()})
+        return made[id(value)]
 
     for module in model.modules():
         for name, param in list(module.named_parameters(recurse=False)):
             setattr(module, name, moved(param))
         for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, buffer.to(device))
+            setattr(module, name, moved(buffer) if buffer.is_meta else buffer.to(device))
+        if isinstance(module, ReplicatedLinear):
+            module.zero_order_factor = moved(module.zero_order_factor)

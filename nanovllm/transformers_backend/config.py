@@ -3,16 +3,18 @@
 Owns the facts that the rest of the library asks for, and the refusals that need no weights. Imports no torch.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.models.config import LayerConfig, ModelConfig
+from nanovllm.models.config_reader import read_raw
 from nanovllm.models.families import Family
 from nanovllm.models.rope import DEFAULT_MAX_POSITION
-from nanovllm.quantization.fp8.rules import FORMATS, FORMS, read_block
-from nanovllm.utils.checkpoint import LOADING_LOCK, read_json
+from nanovllm.quantization import read_schemes, rules_of
+from nanovllm.quantization.fp8 import rules as fp8_rules
+from nanovllm.utils.checkpoint import LOADING_LOCK
 
 STATELESS = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers that keep only a KV cache
 HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # ends of the names of classes that generate
@@ -31,7 +33,7 @@ class TransformersConfig(ModelConfig):
     model_path: str = ""
     max_model_len: int = 0
     has_tower: bool = False  # it takes images or sound, which are not supported
-    skipped: tuple[tuple[str, Any], ...] = ()  # fields of ``quantization_config``, some of which leave modules out
+    quantization: dict[str, Any] = field(default_factory=dict)  # ``quantization_config``
     is_abridged: bool = False  # one decoder layer of each kind, to compile kernels
 
     model_class = "nanovllm.transformers_backend.model.TransformersCausalLM"
@@ -43,7 +45,11 @@ class TransformersConfig(ModelConfig):
         return replace(self, is_abridged=True)
 
     def quantized(self) -> "TransformersConfig":
+        super().quantized()  # raises an error for packed weights
         return self if self.quant_method else replace(self, fp8=0)
+
+    def has_packed_weights(self, start: str = "") -> bool:
+        return self.quant_method is not None and self.fp8 is None
 
     def check_tensor_parallel(self, size: int) -> None:
         for what, count in (("attention heads", self.num_attention_heads), ("KV heads", self.num_key_value_heads),
@@ -63,18 +69,6 @@ class TransformersConfig(ModelConfig):
         from nanovllm.transformers_backend.proof import prove
 
         prove(model, block_size, captures, rehearses)
-
-
-def read_fp8(architecture: str, quantization: Any) -> int:
-    """``ModelConfig.fp8`` of a checkpoint of FP8 weights; raises CheckpointError for another format."""
-    given = quantization if isinstance(quantization, dict) else {}
-    method, form = given.get("quant_method"), given.get("format")
-    if method not in FORMS or form not in (None, *FORMATS):
-        raise refusal(
-            architecture, f"its weights are quantized, and not in FP8 (quant_method={method!s:.60}). Take the 16-bit "
-            "checkpoint; quantization='fp8' quantizes its linear layers as they load"
-        )  # fmt: skip
-    return read_block(quantization)
 
 
 def read_config(model_path: str, architecture: str) -> TransformersConfig | None:
@@ -112,8 +106,10 @@ def read_config(model_path: str, architecture: str) -> TransformersConfig | None
         raise refusal(architecture, f"every layer must be attention, and this model has {', '.join(other)}")
     if get("is_encoder_decoder", default=False) or get("add_cross_attention", default=False):
         raise refusal(architecture, "it attends an encoder")
-    quantization = read_json(file).get("quantization_config")
-    fp8 = None if not quantization else read_fp8(architecture, quantization)
+    quantization = read_raw(model_path).get("quantization_config") or {}
+    if quantization:
+        read_schemes(quantization, Family(), [])  # raises an error for another format
+    fp8 = fp8_rules.read_block(quantization) if quantization and rules_of(quantization) is fp8_rules else None
     heads, hidden = int(get("num_attention_heads", default=1)), int(get("hidden_size"))
     kv_heads, eos = int(get("num_key_value_heads", default=heads)), get("eos_token_id", default=())
     latent = (get("qk_nope_head_dim", default=0) + get("qk_rope_head_dim", default=0), get("v_head_dim", default=0))
@@ -128,9 +124,9 @@ def read_config(model_path: str, architecture: str) -> TransformersConfig | None
         rms_norm_eps=1e-6, tie_word_embeddings=False, qkv_bias=False, o_bias=False, mlp_bias=False, act="", qk_norm="",
         attention_scale=1.0, attention_softcap=0.0, logit_softcap=0.0, embed_scale=1.0, residual_scale=1.0,
         per_layer_size=0, logit_scale=1.0, layers=(layer,) * int(get("num_hidden_layers", default=1)), moe=None,
-        has_lm_head=True, num_labels=0, activation="", label_tokens=(), gated_delta=None, num_nextn_predict_layers=0,
-        quant_method=quantization["quant_method"] if quantization else None, fp8=fp8,
+        has_lm_head=True, num_labels=0, activation="", label_tokens=(), recurrent=None, num_nextn_predict_layers=0,
+        quant_method=quantization.get("quant_method"), fp8=fp8,
         dtype=str(get("dtype", default="float32")).removeprefix("torch."),
         eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos), architecture=architecture, model_path=model_path,
-        has_tower=text is not config, skipped=tuple((quantization or {}).items()),
+        has_tower=text is not config, quantization=quantization,
     )  # fmt: skip

@@ -86,10 +86,14 @@ class TransformersCausalLM(nn.Module):
             register()
         self.tp = tp
         self.model = build(config, torch.get_default_dtype(), device, tp)
-        self.checkpoint_name = Names(self.model).here
+        names = Names(self.model)
+        self.checkpoint_name, self.schemes = names.here, self.model.schemes  # as the loader asks for them
         self._decoders: list[Any] = []  # a list, so that they are no second submodule
+        self._parts: dict[str, Any] = {}  # models within the model
+        self._runs: set[Any] = set()  # the parts that text runs
         self._pin_rope()
         self.calls = self._record(device)
+        names.unused_modules |= self._drop_towers()
         num_kv_heads = max(call.num_kv_heads for call in self.calls)  # blocks are of one shape
         head_dim = self.ops.padded_head_dim(max(call.head_dim for call in self.calls))
         for call in self.calls:
@@ -131,11 +135,15 @@ class TransformersCausalLM(nn.Module):
         decoders: list[Any] = []
 
         def note(part: nn.Module, args: Any, output: Any) -> None:
+            self._runs.add(part)
             if hasattr(output, "last_hidden_state"):
                 decoders.append(part)
 
-        parts = [part for part in self.model.modules() if isinstance(part, PreTrainedModel) and part is not self.model]
-        hooks = [part.register_forward_hook(note) for part in parts]
+        self._parts = {
+            path: part for path, part in self.model.named_modules()
+            if isinstance(part, PreTrainedModel) and part is not self.model
+        }  # fmt: skip
+        hooks = [part.register_forward_hook(note) for part in self._parts.values()]
         recorded = []
         for ids in self.prompts(device):
             recorder, counting = Recorder(self.name, self.config.max_model_len), NoCounting(self.name)
@@ -153,6 +161,16 @@ class TransformersCausalLM(nn.Module):
             raise refusal(self.name, "its decoder is no module of its own")
         self._decoders.append(decoders[-1])  # the outermost ends last
         return recorded[0]
+
+    def _drop_towers(self) -> set[str]:
+        """Take out the models within this one that text does not run, such as a vision tower; returns their names."""
+        dropped = set[str]()
+        for path, part in self._parts.items():
+            if self._runs.isdisjoint(part.modules()) and not any(path.startswith(f"{each}.") for each in dropped):
+                dropped.add(path)
+                parent, _, name = path.rpartition(".")
+                setattr(self.model.get_submodule(parent), name, None)
+        return dropped
 
     @property
     def name(self) -> str:

@@ -1,6 +1,7 @@
 """Names of checkpoint tensors for a model of transformers, by transformers' own table of renamings and conversions.
 
-Of conversions it takes the merge of experts; ``models/loader.py`` writes each expert's tensor to its place.
+Of conversions it takes the merge of experts; ``models/loader.py`` writes each expert's tensor to its place. The tensors
+of a quantized module are renamed as its weight.
 """
 
 import re
@@ -12,21 +13,32 @@ import torch
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.weight_loader import copy_shard
 from nanovllm.quantization.fields import EXPERT_PARTS
-from nanovllm.quantization.fp8.rules import KV_SCALES, RENAMED_TENSORS, UNUSED_TENSORS
+from nanovllm.quantization.fp8.rules import KV_SCALES, RENAMED_TENSORS
+from nanovllm.quantization.int4.rules import KINDS as OF_INTEGERS
+from nanovllm.quantization.nvfp4.rules import KINDS as OF_FLOATS
+from nanovllm.quantization.nvfp4.rules import UNUSED_TENSORS
 
-# Buffers that old versions saved, and scales of FP8 checkpoints that this library measures itself or does without.
+# Ends of the names of a quantized module's tensors; the codes, or with ModelOpt a scale, show that it is packed.
+PACKED = {kind for kinds in (*OF_INTEGERS.values(), *OF_FLOATS.values()) for kind in kinds} - {"weight"}
+CODES = {"qweight", "weight_packed", "weight_scale_2"}
+# Buffers that old versions saved, and scales of quantized checkpoints that this library measures or does without.
 NEVER_USED = [r"rotary_emb\.inv_freq$", r"\.masked_bias$", f"{UNUSED_TENSORS}$", f"{KV_SCALES}$"]
 MERGES = ["MergeModulelist", "Concatenate"]  # operations that make one tensor of the gate's and the up projections
 
 
 class Names:
-    """Renames checkpoint tensors to this model's parameters. ``model``: of transformers."""
+    """Renames checkpoint tensors to this model's parameters. ``model``: of transformers.
+
+    Attributes:
+        unused_modules: modules whose tensors are passed over.
+    """
 
     def __init__(self, model: Any):
         from transformers import PreTrainedModel
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, rename_source_key
 
+        self.unused_modules: set[str] = set()
         transforms = get_model_conversion_mapping(model)
         self._converters = [each for each in transforms if isinstance(each, WeightConverter)]
         renamings = [each for each in transforms if not isinstance(each, WeightConverter)]
@@ -42,7 +54,7 @@ class Names:
         for name, param in model.named_parameters():
             if param.dim() == 0:
                 param.weight_loader = fill_number
-            if ".experts." in name:
+            if ".experts." in name and not hasattr(param, "is_merged"):  # not this library's own
                 has_parts = name.rpartition(".experts.")[2] in EXPERT_PARTS
                 param.is_merged, param.is_one_tensor = not has_parts, param.dim() != 3
                 if param.dim() == 3:
@@ -56,9 +68,14 @@ class Names:
         """
         for old, new in RENAMED_TENSORS:  # scales of FP8 weights
             name = name.replace(old, new)
+        stem, _, kind = name.rpartition(".")
+        if kind in PACKED and stem and name not in self._known:
+            whole = self.here(f"{stem}.weight")
+            return whole and f"{whole.removesuffix('.weight')}.{kind}"
         renamed, pattern = self._rename(name)
-        is_unused = renamed not in self._known and (self._unused.search(name) or self._unused.search(renamed))
-        if renamed in self._tied or is_unused:
+        is_unused = any(map(self._unused.search, (name, renamed))) and renamed not in self._known
+        is_in_tower = any(renamed.startswith(f"{module}.") for module in self.unused_modules)
+        if renamed in self._tied or is_unused or is_in_tower:
             return ""
         if pattern is None:
             return renamed

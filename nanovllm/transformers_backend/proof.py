@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.context import Context
 from nanovllm.quantization.fp8.numbers import E4M3
-from nanovllm.transformers_backend.build import MLP, Linear, Norm
 from nanovllm.transformers_backend.config import refusal
 from nanovllm.transformers_backend.interface import RECORDED, Call, Mask, Recorder
+from nanovllm.transformers_backend.layers import MLP, NUM_PLAIN, Experts, Linear, Norm
 from nanovllm.transformers_backend.model import TransformersCausalLM
 from nanovllm.transformers_backend.rotation import random_inputs
 
@@ -34,6 +34,7 @@ MAX_UNWINDOWED = 2048  # tokens of the longest context where no window limits it
 # Largest relative differences, fp32 and 16 bits. One rounding to bf16 is 0.004; a fault of a call is 0.05 and more.
 MODULES, CALLS = (1e-4, 0.01), (1e-3, 0.02)
 FP8_MODULES = 0.06  # inputs are rounded to e4m3, too
+PACKED_MODULES = 2  # times as much: kernels round a group's zero and scale otherwise than PyTorch
 # Batches accumulate rounding: as much as one prompt's own, times a factor, within limits. A wrong computation is off by
 # about 1.
 ROUNDING, BATCHES, MAX_BATCHES, NUM_BATCHES = 3, (2e-4, 0.05), 0.5, 3
@@ -103,14 +104,21 @@ def prove_modules(model: TransformersCausalLM, findings: Findings) -> None:
     dtype, device = dtype_of(model), model.unrotated.device
     generator = torch.Generator(device).manual_seed(0)
     for name, module in model.model.named_modules():
-        if not isinstance(module, (MLP, Linear, Norm)):
+        if not isinstance(module, (MLP, Experts, Linear, Norm)):
             continue
         size = module.in_features if isinstance(module, Linear) else module.size
-        is_fp8 = any(param.dtype == E4M3 for param in module.parameters())
-        limit = FP8_MODULES if is_fp8 else MODULES[not is_wide(dtype)]
+        dtypes = {param.dtype for param in module.parameters()}
+        limit = MODULES[not is_wide(dtype)]
+        limit = FP8_MODULES if E4M3 in dtypes else PACKED_MODULES * limit if torch.int32 in dtypes else limit
         for num_tokens in NUM_TOKENS:
             x = torch.randn(num_tokens, size, generator=generator, device=device).to(dtype)
-            difference = row_differences(module(x), module.plain(x)).max()
+            args: tuple[torch.Tensor, ...] = (x,)
+            if isinstance(module, Experts):
+                num_experts = min(NUM_PLAIN, len(module.down_proj))
+                scores = torch.rand(num_tokens, num_experts, generator=generator, device=device)
+                weights, ids = scores.topk(min(2, num_experts))
+                args += ids, weights.to(dtype)
+            difference = row_differences(module(*args), module.plain(*args)).max()
             findings.add(difference, limit, f"{name} differs from transformers' own module")
 
 

@@ -1,7 +1,7 @@
 """A mixture of experts with the norm before it fused in.
 
-Owns `fused_moe`: the choice of kernels by the number of tokens. Knows nothing of layers or shards; reference.py
-says what is computed.
+Owns `fused_moe` and `chosen_experts`: the choice of kernels by the number of tokens. Knows nothing of layers or shards;
+reference.py says what is computed.
 
     1 to 4     gemv.py, row by row
     5 and up   grouped_gemm.py, rows grouped by expert
@@ -60,18 +60,31 @@ def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_u
         logits = fused_linear(routed, Weight(router_weight), of_router, routed_norm, eps)
     shared_gate = None if shared is None else (x, norm_weight if shared.gate is not None else None, eps, shared.gate)
     ids, weights = route(logits, correction_bias, routing, slot_mapping, expert_scales, logits_dtype, shared_gate)
+    return chosen_experts(
+        x, gate_up, down, ids, weights, act, norm_weight, eps, base if add_residual else None, allow_split_k,
+        (of_gate_up, of_down), limit, shared,
+    )  # fmt: skip
+
+
+def chosen_experts(x, gate_up, down, ids, weights, act="silu", norm_weight=None, eps=0.0, base=None,
+                   allow_split_k=False, biases=(None, None), limit=0.0, shared=None):  # fmt: skip
+    """See reference.chosen_experts. May return SplitKPartials of `base` with `allow_split_k`.
+
+    A norm, or a `shared` expert, which the ids hold as one more, is only for the tokens that gemv.py takes.
+    """
+    (num_tokens, num_channels), (of_gate_up, of_down) = x.shape, biases
+    gate_up, down = usable(gate_up, x.dtype), usable(down, x.dtype)
     if num_tokens <= MAX_TOKENS_GEMV:
         shared_gate_up, shared_down = (None, None) if shared is None else (shared.gate_up.data, shared.down.data)
         h = gate_up_rows(x, norm_weight, eps, gate_up, ids, act, of_gate_up, limit, shared_gate_up)
-        return down_rows(h, down, ids, weights, base if add_residual else None, of_down, shared_down)
-    assert shared is None
-    num_channels = residual.shape[1]
-    num_experts, top_k = len(gate_up.data), routing.top_k
+        return down_rows(h, down, ids, weights, base, of_down, shared_down)
+    assert shared is None and norm_weight is None
+    num_experts, top_k = len(gate_up.data), ids.shape[1]
     rows, counts = group_rows(ids, num_experts)
     num_units = padded(down.num_channels) if down.is_mxfp4 else down.num_channels
     h = torch.empty((num_tokens * top_k, num_units), dtype=x.dtype, device=x.device)
+    has_large = has_large_shared_memory(x.device)
     x = tokens_for(x, gate_up)
-    has_large = has_large_shared_memory(residual.device)
     kinds = x.scale is not None, gate_up.is_mxfp4, has_large, gate_up.has_words
     config = grouped_config(len(h), num_experts, True, *kinds)
     grouped_gemm(config, x, gate_up, rows, counts, h, top_k, act, bias=of_gate_up, limit=limit)
@@ -81,9 +94,9 @@ def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_u
     kinds = h.scale is not None, down.is_mxfp4, has_large, down.has_words
     config = grouped_config(len(h.data), num_experts, False, *kinds)
     grouped_gemm(config, h, down, rows, counts, parts, top_k, weights=weights, bias=of_down)
-    if add_residual and allow_split_k:
+    if base is not None and allow_split_k:
         return SplitKPartials(base, parts)
-    return sum_rows(parts, base if add_residual else None, x.dtype)
+    return sum_rows(parts, base, x.dtype)
 
 
 def takes_shared_expert(num_tokens, gate_up, shared_gate_up, routing):

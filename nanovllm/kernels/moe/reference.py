@@ -24,6 +24,7 @@ class Routing(NamedTuple):
     routed_scale: float = 1.0  # a factor of the weights
     num_groups: int = 1  # groups of E / num_groups neighbouring experts each
     top_groups: int = 1  # groups from which a token chooses: those with the largest sums of their two best scores
+    sum_eps: float = 1e-20  # added to the sum of the chosen, which may be 0
 
 
 class Shared(NamedTuple):
@@ -67,7 +68,7 @@ def route(logits, correction_bias, routing, slot_mapping, expert_scales=None):
     ids = best(choice, routing.top_k)
     weights = scores.gather(1, ids)
     if routing.renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
+        weights = weights / (weights.sum(-1, keepdim=True) + routing.sum_eps)
     weights = weights if expert_scales is None else weights * expert_scales[ids]
     is_padding = (slot_mapping < 0).unsqueeze(1)
     return ids.int().masked_fill(is_padding, -1), (weights * routing.routed_scale).masked_fill(is_padding, 0.0)
@@ -108,23 +109,43 @@ def fused_moe(
     routed = x if router_norm_weight is None else rms_norm(residual, router_norm_weight, eps)
     logits = F.linear(routed.to(dtype), router_weight.to(dtype), None if biases is None else biases.router.to(dtype))
     ids, weights = route(logits, correction_bias, routing, slot_mapping, expert_scales)
-    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    # sorted by expert, the entries of [T, k] that choose the same expert are neighbours
-    chosen, order = ids.flatten().sort(stable=True)
-    experts, counts = (values.tolist() for values in chosen.unique_consecutive(return_counts=True))
-    tokens, shares = order // routing.top_k, weights.flatten()[order].unsqueeze(1)
-    for expert, rows, share in zip(experts, tokens.split(counts), shares.split(counts), strict=True):
-        if expert >= 0:
-            of_gate_up, of_down = (None, None) if biases is None else (biases.gate_up[expert], biases.down[expert])
-            hidden = fused_linear(x[rows], gate_up.expert(expert), of_gate_up, act_mul=None if limit else act)
-            hidden = clamped_swiglu(hidden, limit) if limit else hidden
-            total.index_add_(0, rows, fused_linear(hidden, down.expert(expert), of_down) * share)
-    total = total.to(x.dtype)
+    of_experts = (None, None) if biases is None else (biases.gate_up, biases.down)
+    total = chosen_experts(x, gate_up, down, ids, weights, act, biases=of_experts, limit=limit)
     base = residual if base is None else base
     if shared is not None:
         hidden = fused_linear(x, shared.gate_up, act_mul=act)
         total += add_shared_expert(fused_linear(hidden, shared.down), residual, norm_weight, eps, shared.gate, False)
     return base + total if add_residual else total
+
+
+def chosen_experts(x, gate_up, down, ids, weights, act="silu", norm_weight=None, eps=0.0, base=None,
+                   allow_split_k=False, biases=(None, None), limit=0.0, shared=None):  # fmt: skip
+    """[base +] the sum of each token's experts, down(act(gate(x)) * up(x)) times their weights.
+
+    Args:
+        x: [T, C].
+        gate_up, down, act, limit: as in `fused_moe`.
+        ids: i32[T, k], experts of each token; a negative one adds nothing.
+        weights: fp32 [T, k].
+        base: [T, C] or None.
+        biases: of both products, [E, 2I] and [E, C], or None.
+
+    `fused_moe` gives the kernels its norm and its shared expert, too.
+    """
+    assert norm_weight is None and shared is None
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    # sorted by expert, the entries of [T, k] that choose the same expert are neighbours
+    chosen, order = ids.flatten().sort(stable=True)
+    experts, counts = (values.tolist() for values in chosen.unique_consecutive(return_counts=True))
+    tokens, shares = order // ids.shape[1], weights.flatten()[order].unsqueeze(1)
+    for expert, rows, share in zip(experts, tokens.split(counts), shares.split(counts), strict=True):
+        if expert >= 0:
+            of_gate_up, of_down = (None if bias is None else bias[expert] for bias in biases)
+            hidden = fused_linear(x[rows], gate_up.expert(expert), of_gate_up, act_mul=None if limit else act)
+            hidden = clamped_swiglu(hidden, limit) if limit else hidden
+            total.index_add_(0, rows, fused_linear(hidden, down.expert(expert), of_down) * share)
+    total = total.to(x.dtype)
+    return total if base is None else base + total
 
 
 def takes_shared_expert(num_tokens, gate_up, shared_gate_up, routing):

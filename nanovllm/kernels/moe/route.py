@@ -81,6 +81,7 @@ def route_kernel(
     weights_ptr,  # fp32 [T, k + SHARED], written here
     num_tokens,
     routed_scale,
+    sum_eps,
     TOP_K: tl.constexpr,
     SHARED: tl.constexpr,  # a shared expert follows the chosen ones
     EPS: tl.constexpr,
@@ -139,7 +140,7 @@ def route_kernel(
         weights = tl.where(offs_k == j, tl.sum(tl.where(chosen, scores, 0.0), 0), weights)
         left = tl.where(chosen, -float("inf"), left)
     if RENORMALIZE:
-        weights = weights / (tl.sum(weights, 0) + 1e-20)
+        weights = weights / (tl.sum(weights, 0) + sum_eps)
     weights *= routed_scale
     if scales_ptr is not None:
         weights *= tl.load(scales_ptr + ids, mask=offs_k < TOP_K, other=0.0).to(tl.float32)
@@ -171,7 +172,7 @@ def route(logits, correction_bias, routing, slot_mapping, expert_scales=None, dt
     launch(
         route_kernel, (num_tokens,), logits, correction_bias, slot_mapping, expert_scales,
         None if gate_weight is None else x, norm_weight, gate_weight, ids, weights, num_tokens,
-        float(routing.routed_scale),
+        float(routing.routed_scale), float(routing.sum_eps),
         TOP_K=routing.top_k, SHARED=num_chosen > routing.top_k, EPS=eps, NUM_CHANNELS=num_channels,
         BLOCK_C=triton.next_power_of_2(num_channels), RENORMALIZE=routing.renormalize,
         SPLIT_K=len(logits) if logits.dim() == 3 else 1,

@@ -59,7 +59,7 @@ def read(quantization: dict[str, Any], family: "Family", num_layers: int, num_ex
          files: Sequence[Path]) -> tuple[int | None, list[dict[str, Any]]]:
     """``fp8`` of a ``ModelConfig``, and ``fp8_linears`` of each ``LayerConfig``."""
     block = read_block(quantization)
-    modules = linears(num_experts, bool(family.recurrent)).items()
+    modules = linears(num_experts, family.recurrent).items()
     names = [f"model.layers.{i}.{x}" for i in range(num_layers) for name, parts in modules for x in (name, *parts)]
     is_skipped = skipped_modules(quantization, family, names)
     layers = [
@@ -67,6 +67,11 @@ def read(quantization: dict[str, Any], family: "Family", num_layers: int, num_ex
         for i in range(num_layers)
     ]
     return block, [{"fp8_linears": names} for names in layers]
+
+
+def schemes(quantization: dict[str, Any], family: "Family", modules: list[str]) -> dict[str, Fp8 | None]:
+    block, is_skipped = read_block(quantization), skipped_modules(quantization, family, modules)
+    return {name: None if is_skipped(name) else Fp8(block) for name in modules}
 
 
 def read_block(quantization: dict[str, Any]) -> int:

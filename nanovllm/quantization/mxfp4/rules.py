@@ -23,9 +23,13 @@ def read(quantization: dict[str, Any], family: "Family", num_layers: int, num_ex
          files: Sequence[Path]) -> tuple[None, list[dict[str, Any]]]:
     """Nothing for a ``ModelConfig`` or a ``LayerConfig``: the format's name says it all."""
     if not family.gpt_oss_experts:
-        raise refusal(f"quant_method={quantization['quant_method']!r:.100}")
+        schemes(quantization, family, [])
     check_fields("", quantization, FORM, is_closed=True)
     names = [f"model.layers.{i}.mlp.experts" for i in range(num_layers)]
     for name in filter(skipped_modules(quantization, family, names), names):
         raise refusal(f"leaving out {name}")
     return None, [{}] * num_layers
+
+
+def schemes(quantization: dict[str, Any], family: "Family", modules: list[str]) -> Any:
+    raise refusal(f"quant_method={quantization['quant_method']!r:.100}")

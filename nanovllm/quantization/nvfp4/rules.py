@@ -80,9 +80,13 @@ def read(quantization: dict[str, Any], family: "Family", num_layers: int, num_ex
     """``packed_schemes`` of each ``LayerConfig``."""
     if family.gpt_oss_experts:
         raise refusal("gpt-oss in other 4-bit floats than its own MXFP4")
-    reader = of_modelopt if quantization["quant_method"] == "modelopt" else of_compressed_tensors
-    layers = packed_layers(reader, quantization, family, num_layers, num_experts, files)
+    layers = packed_layers(schemes, quantization, family, num_layers, num_experts, files)
     return None, [{"packed_schemes": tuple(layer)} for layer in layers]
+
+
+def schemes(quantization: dict[str, Any], family: "Family", modules: list[str]) -> Schemes:
+    reader = of_modelopt if quantization["quant_method"] == "modelopt" else of_compressed_tensors
+    return reader(quantization, family, modules)
 
 
 def of_compressed_tensors(raw: dict[str, Any], family: "Family", names: list[str]) -> Schemes:
