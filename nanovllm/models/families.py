@@ -57,6 +57,7 @@ class Family(NamedTuple):
     defaults: dict[str, Any] = {}  # noqa: RUF012 (read only)  # fields that published files leave out
     renamed: tuple[tuple[str, str], ...] = ()  # (in the checkpoint, here) parts of tensor names, replaced in this order
     skipped: str = ""  # regular expression of the names of tensors that nothing here uses
+    unsupported: str = ""  # what these models take besides text, and this library does not
     tower: str = ""  # regular expression of the names of the vision tower's tensors; "" has none
 
 
