@@ -320,7 +320,7 @@ def _ropes(raw: dict[str, Any], given: dict[str, Any], family: Family,
     else:
         full = local = raw
     of_full, of_local = RopeScaling.from_json(full), RopeScaling.from_json(local)
-    for name in ("partial_rotary_factor", "llama_4_scaling_beta", "alpha"):
+    for name in ("partial_rotary_factor", "llama_4_scaling_beta"):
         for value in (getattr(rope, name) for rope in (of_full, of_local)):
             if value != getattr(RopeScaling(), name) and name not in family.reads:
                 raise CheckpointError(f"config.json: {name}={value} is not supported for this architecture.")
