@@ -35,7 +35,7 @@ def ragged(num_seqs: int, low: int, high: int) -> list[int]:
     return torch.randint(low, high + 1, (num_seqs,), generator=generator).tolist()
 
 
-# name: contexts, query heads, KV heads, leading tokens shared by all, head size if not HEAD_SIZE
+# name: contexts, query heads, KV heads, leading tokens shared by all, head size if not HEAD_SIZE, window
 DECODE_CASES: dict[str, tuple] = {
     "1 x 128": ([128], 16, 8, 0),
     "1 x 512": ([512], 16, 8, 0),
@@ -64,6 +64,13 @@ DECODE_CASES: dict[str, tuple] = {
     "1 x 512, H=14 K=2 D=64": ([512], 14, 2, 0, 64),
     "256 x ..1500, H=14 K=2 D=64": (ragged(256, 100, 1500), 14, 2, 0, 64),
     "256 x ..1500, H=32 K=8 D=64": (ragged(256, 100, 1500), 32, 8, 0, 64),
+    # Gemma 4 26B-A4B
+    **{
+        f"{num_seqs} x {context}, D={head_size}": ([context] * num_seqs, 16, num_kv_heads, 0, head_size, window)
+        for head_size, num_kv_heads, window in ((256, 8, 1024), (512, 2, 0))
+        for num_seqs in (1, 32)
+        for context in (1024, 8192, 32_768)
+    },
 }
 
 
@@ -71,11 +78,17 @@ class DecodeCase:
     """Keys and values for several launches of one decode batch, in shuffled blocks."""
 
     def __init__(
-        self, contexts: list[int], num_heads: int, num_kv_heads: int, shared: int, head_size: int = HEAD_SIZE
+        self,
+        contexts: list[int],
+        num_heads: int,
+        num_kv_heads: int,
+        shared: int,
+        head_size: int = HEAD_SIZE,
+        window: int = 0,
     ) -> None:
-        self.num_kv_heads, self.head_size, self.scale = num_kv_heads, head_size, head_size**-0.5
+        self.num_kv_heads, self.head_size, self.scale, self.window = num_kv_heads, head_size, head_size**-0.5, window
         token_bytes = 2 * num_kv_heads * self.head_size * 2
-        self.bytes = sum(contexts) * token_bytes
+        self.bytes = sum(min(context, window or context) for context in contexts) * token_bytes
         unique = (sum(contexts) - shared * (len(contexts) - 1)) * token_bytes if shared else self.bytes
         self.copies = max(2, min(256, -(-COLD_BYTES // unique)))
         owned = [-(-context // BLOCK_SIZE) for context in contexts]
@@ -103,7 +116,7 @@ class DecodeCase:
 
     def launch(self, copy: int, pdl: bool = False) -> torch.Tensor:
         args = (self.q, self.k, self.v, self.req_indices, self.context_lens, self.tables[copy], self.scale)
-        return decode.paged_decode_attention(*args, self.tables.shape[2] * BLOCK_SIZE, pdl=pdl)
+        return decode.paged_decode_attention(*args, self.tables.shape[2] * BLOCK_SIZE, pdl=pdl, window=self.window)
 
     def time_us(self, pdl: bool = False) -> float:
         return time_graph_us(lambda i: self.launch(i, pdl=pdl), self.copies)
@@ -120,6 +133,7 @@ class DecodeCase:
                 block_table=self.tables[i],
                 softmax_scale=self.scale,
                 causal=True,
+                window_size=(self.window - 1, 0) if self.window else (-1, -1),
             )
 
         return time_graph_us(launch, self.copies)
@@ -128,7 +142,7 @@ class DecodeCase:
         """Largest difference from the plain twin in fp32."""
         paged = (self.k.float(), self.v.float(), self.req_indices, self.context_lens, self.tables[0])
         expected = reference.paged_decode_attention(
-            self.q.float(), *paged, self.scale, self.tables.shape[2] * BLOCK_SIZE
+            self.q.float(), *paged, self.scale, self.tables.shape[2] * BLOCK_SIZE, window=self.window
         )
         return (self.launch(0).float() - expected).abs().max().item()
 
@@ -176,14 +190,14 @@ def decode_table() -> dict:
         error = case.check()
         assert error < 0.02, f"{name}: differs from the reference by {error}"
         us, pdl_us = case.time_us(), case.time_us(pdl=True)
-        flash_us = case.time_flash_us() if has_flash else float("nan")
+        flash_us = case.time_flash_us() if has_flash and case.head_size <= 256 else float("nan")
         peak = case.bytes / us * 1e6 / PEAK_BYTES_PER_S
         print(
             f"{name:28}{us:9.2f}{pdl_us:9.2f}{case.bytes / us / 1e3:9.0f}{100 * peak:9.1f}"
             f"{flash_us:9.2f}{flash_us / us:9.2f}{error:9.4f}"
         )
         results[name] = {"us": us, "pdl_us": pdl_us, "share_of_peak": peak}
-        if has_flash:
+        if flash_us == flash_us:
             results[name]["flash_attn_us"] = flash_us
         del case
         torch.cuda.empty_cache()
@@ -201,11 +215,13 @@ class PrefillCase:
         num_heads: int = 16,
         num_kv_heads: int = 8,
         head_size: int = HEAD_SIZE,
+        window: int = 0,
     ) -> None:
-        self.head_size, self.scale = head_size, head_size**-0.5
+        self.head_size, self.scale, self.window = head_size, head_size**-0.5, window
         context = new + prefix
         self.num_seqs, self.new, self.context = num_seqs, new, context
-        self.flops = 4 * num_heads * self.head_size * num_seqs * (new * prefix + new * (new + 1) / 2)
+        attended = sum(min(position + 1, window or context) for position in range(prefix, context))
+        self.flops = 4 * num_heads * self.head_size * num_seqs * attended
 
         def randn(tokens: int, heads: int) -> torch.Tensor:
             return torch.randn(tokens, heads, self.head_size, dtype=torch.bfloat16, device="cuda")
@@ -230,43 +246,48 @@ class PrefillCase:
 
     def triton(self) -> torch.Tensor:
         paged = (self.k_cache, self.v_cache, self.cu_q, self.req_indices, self.context_lens, self.tables)
-        return prefill.paged_prefill_attention(self.q, *paged, self.scale, self.new)
+        return prefill.paged_prefill_attention(self.q, *paged, self.scale, self.new, self.window)
 
     def expected(self) -> torch.Tensor:
         """The plain twin in fp32."""
         lens = (self.cu_q, self.req_indices, self.context_lens, self.tables)
         q, k, v = self.q.float(), self.k_cache.float(), self.v_cache.float()
-        return reference.paged_prefill_attention(q, k, v, *lens, self.scale, self.new)
+        return reference.paged_prefill_attention(q, k, v, *lens, self.scale, self.new, self.window)
+
+    @property
+    def flash_window(self) -> tuple[int, int]:
+        return (self.window - 1, 0) if self.window else (-1, -1)
 
     def flash(self) -> torch.Tensor:
         from flash_attn import flash_attn_varlen_func
 
         lens = (self.cu_q, self.cu_k, self.new, self.context)
-        return flash_attn_varlen_func(self.q, self.k, self.v, *lens, softmax_scale=self.scale, causal=True)
+        options = {"softmax_scale": self.scale, "causal": True, "window_size": self.flash_window}
+        return flash_attn_varlen_func(self.q, self.k, self.v, *lens, **options)
 
     def flash_paged(self) -> torch.Tensor:
         from flash_attn import flash_attn_varlen_func
 
         lens = (self.cu_q, self.cu_k, self.new, self.context)
         paged = {"block_table": self.tables, "softmax_scale": self.scale, "causal": True}
-        return flash_attn_varlen_func(self.q, self.k_cache, self.v_cache, *lens, **paged)
+        return flash_attn_varlen_func(self.q, self.k_cache, self.v_cache, *lens, window_size=self.flash_window, **paged)
 
     def torch_varlen(self) -> torch.Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
         lens = (self.cu_q, self.cu_k, self.new, self.context)
-        kwargs = {"scale": self.scale, "window_size": (-1, 0)}
+        kwargs = {"scale": self.scale, "window_size": (self.window - 1 if self.window else -1, 0)}
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch >= 2.12; before, implied by the shapes
             kwargs["enable_gqa"] = True
         return varlen_attn(self.q, self.k, self.v, *lens, **kwargs)
 
-    def _sdpa(self, repeat: bool) -> torch.Tensor:
+    def _sdpa(self, repeat: bool, backend=torch.nn.attention.SDPBackend.CUDNN_ATTENTION) -> torch.Tensor:
         # [S, H, n, D] views of the packed tensors: all sequences have the same length.
         q, k, v = (x.view(self.num_seqs, -1, *x.shape[1:]).transpose(1, 2) for x in (self.q, self.k, self.v))
         if repeat:
             group = q.shape[1] // k.shape[1]
             k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
+        with torch.nn.attention.sdpa_kernel(backend):
             out = torch.nn.functional.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=self.scale, enable_gqa=not repeat
             )
@@ -277,6 +298,9 @@ class PrefillCase:
 
     def cudnn_dense_repeated(self) -> torch.Tensor:
         return self._sdpa(repeat=True)
+
+    def efficient_dense_repeated(self) -> torch.Tensor:
+        return self._sdpa(repeat=True, backend=torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION)
 
     def _cudnn_ragged(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         lens = (self.cu_q, self.cu_k, self.new, self.context)
@@ -299,6 +323,12 @@ PREFILL_CASES: dict[str, tuple] = {
     "16 x 2048, H=28 K=4": (16, 2048, 0, 28, 4),
     "16 x 2048, H=32 K=8 D=64": (16, 2048, 0, 32, 8, 64),
     "16 x 2048, D=256": (16, 2048, 0, 16, 8, 256),
+    # Gemma 4 26B-A4B
+    **{
+        f"{num_seqs} x {new}, D={head_size}": (num_seqs, new, 0, 16, num_kv_heads, head_size, window)
+        for head_size, num_kv_heads, window in ((256, 8, 1024), (512, 2, 0))
+        for num_seqs, new in ((4, 2048), (1, 16_384))
+    },
 }
 
 
@@ -310,7 +340,9 @@ def prefill_table() -> dict:
         expected = case.expected()
         paths = ["triton", "flash", "flash_paged"]
         if spec[2] == 0:
-            paths += ["torch_varlen", "cudnn_dense", "cudnn_dense_repeated"]
+            paths += ["torch_varlen"]
+        if spec[2] == 0 and not case.window:
+            paths += ["cudnn_dense", "cudnn_dense_repeated", "efficient_dense_repeated"]
             paths += ["cudnn_ragged", "cudnn_ragged_repeated"]
         for path in paths:
             launch = getattr(case, path)

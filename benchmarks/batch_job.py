@@ -1,8 +1,9 @@
-"""Figures of ``nanovllm batch`` on the demo model and a CPU.
+"""Figures of ``nanovllm batch``: on the demo model and a CPU, or of page images.
 
     python benchmarks/batch_job.py rate [--rows 2000 --engines 2] beside plain processes and Ray on the same rows
     python benchmarks/batch_job.py kills [--rows 2000 --kills 20] SIGKILL at random moments: rows lost and repeated
     python benchmarks/batch_job.py memory [--rows 1000000]        a stub in the engine's place
+    python benchmarks/batch_job.py pages [--jobs 7:cold 256:warm] page images, from process start to the last row
 
 Each ends with one line of JSON.
 """
@@ -13,10 +14,14 @@ import os
 import random
 import resource
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
 SEQS = 128
+JOBS = [f"{num_pages}:{kernels}" for num_pages in (7, 256, 2000) for kernels in ("cold", "warm")]
 
 
 def write_rows(path: Path, num_rows: int, longest: int = 256, seeded: bool = False) -> None:
@@ -42,9 +48,11 @@ def command(*paths: Any, options: tuple = ("--temperature", "0.8")) -> list[str]
             "--max-num-seqs", str(SEQS), *options]  # fmt: skip
 
 
-def timed(argv: list[str]) -> dict[str, float]:
+def timed(argv: list[str], **env: str) -> dict[str, float]:
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    subprocess.run(argv, check=True, env=ENV, stderr=subprocess.DEVNULL)
+    done = subprocess.run(argv, env=ENV | env, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"{shlex.join(argv)} failed:\n{done.stderr[-2000:]}")
     wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {"wall_s": round(wall, 1), "cpu_s": round(cpu, 1)}
@@ -195,20 +203,95 @@ def memory(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     return report
 
 
-def main() -> None:
+def write_checkpoint(directory: Path, size: str) -> None:
+    """Write a model with a tower: random weights, and a tokenizer of a token for each character and each other id."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
+
+    from benchmarks.workloads import write_model
+
+    directory.mkdir()
+    config = AutoConfig.from_pretrained(write_model(directory, size))
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(directory)
+    given = {token_id: token for token, token_id in special_tokens(config).items()}
+    characters = map(chr, range(32, 127))
+    names = [given.get(i) or next(characters, f"<{i}>") for i in range(config.get_text_config().vocab_size)]
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(list(given.values()))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
+
+
+def special_tokens(config: Any) -> dict[str, int]:
+    """The tokens of an image in a prompt, in their order."""
+    names = {"vision_start": "<|vision_start|>", "image": "<|image_pad|>", "vision_end": "<|vision_end|>"}
+    given = {token: getattr(config, f"{name}_token_id", None) for name, token in names.items()}
+    return {token: token_id for token, token_id in given.items() if token_id is not None}
+
+
+def pages(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """Jobs of JPEG pages of 1,280 x 1,700 pixels, from the start of the process to the last row.
+
+    ``cold``: with an empty cache of compiled kernels; ``warm``: with the cache that an earlier job left.
+    """
+    from transformers import AutoConfig
+
+    from benchmarks.workloads import page
+
+    jobs = [(int(rows), kernels) for rows, _, kernels in (job.partition(":") for job in args.jobs)]
+    (directory / "pages").mkdir()
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as processes:  # one of them holds the GPU till its end
+        written = None if args.model else processes.submit(write_checkpoint, directory / "model", args.size)
+        images = processes.map(partial(page, scale=args.scale), range(max(rows for rows, _ in jobs)), chunksize=8)
+        for i, data in enumerate(images):
+            (directory / "pages" / f"{i}.jpg").write_bytes(data)
+        if written is not None:
+            written.result()
+    model = args.model or directory / "model"
+    # a token for each character of the text
+    prompt = "".join(special_tokens(AutoConfig.from_pretrained(model))) + "Copy the text of this page here."
+    report: dict[str, Any] = {"model": args.model or args.size}
+    for rows, kernels in jobs:
+        if kernels == "cold":
+            shutil.rmtree(directory / "kernels", ignore_errors=True)
+        source, out = directory / "in.jsonl", directory / f"{rows}-{kernels}.jsonl"
+        lines = [json.dumps({"id": i, "prompt": prompt, "image": f"pages/{i}.jpg"}) for i in range(rows)]
+        source.write_text("\n".join(lines))
+        start = time.time()
+        figures = timed([sys.executable, "-m", "nanovllm", "batch", str(source), str(out), "--model", str(model),
+                         "--max-tokens", str(args.longest), "--ignore-eos", "--temperature", "0.6"],
+                        TRITON_CACHE_DIR=str(directory / "kernels"))  # fmt: skip
+        last_row_s = out.stat().st_mtime - start
+        records = [json.loads(line) for line in out.read_text().splitlines()]
+        figures |= {"last_row_s": round(last_row_s, 1), "pages_per_s": round(rows / last_row_s, 2)}
+        figures["complete_rows"] = sum(record["completion_tokens"] == args.longest for record in records)
+        report[f"{rows} pages, {kernels} kernels"] = figures
+        print(f"{rows} pages, {kernels} kernels: {figures}", flush=True)
+    return report
+
+
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Figures of nanovllm batch.")
-    parser.add_argument("what", choices=["rate", "kills", "memory"])
+    parser.add_argument("what", choices=["rate", "kills", "memory", "pages"])
     parser.add_argument("--rows", type=int)
     parser.add_argument("--engines", type=int, default=1, help="rate: processes, or actors")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--longest", type=int, default=48, help="kills: tokens of the longest answer")
+    parser.add_argument("--longest", type=int, help="tokens of the longest answer: kills 48; of each: pages 256")
     parser.add_argument("--longest-start", type=float, default=10.0, help="kills: seconds")
     parser.add_argument("--longest-life", type=float, default=2.0, help="kills: seconds after the first new row")
-    args = parser.parse_args()
+    parser.add_argument("--jobs", nargs="+", metavar="N:cold|N:warm", default=JOBS, help="pages: number and kernels")
+    parser.add_argument("--size", default="qwen2.5-vl-7b", help="pages: shape of the model, with random weights")
+    parser.add_argument("--model", help="pages: a directory in place of --size")
+    parser.add_argument("--scale", type=int, default=1, help="pages: 1/N of their width and height")
+    args = parser.parse_args(argv)
     args.rows = args.rows or (1_000_000 if args.what == "memory" else 2000)
+    args.longest = args.longest or (256 if args.what == "pages" else 48)
     with tempfile.TemporaryDirectory() as directory:
-        report = {"rate": rate, "kills": kills, "memory": memory}[args.what](args, Path(directory))
+        report = {"rate": rate, "kills": kills, "memory": memory, "pages": pages}[args.what](args, Path(directory))
     print(json.dumps({"benchmark": f"batch_job {args.what}", **report}))
 
 

@@ -61,6 +61,32 @@ def _qwen3_5(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: 
     }  # fmt: skip
 
 
+def _lfm2(hidden: int, intermediate: int, layers: int, heads: int, attention: tuple[int, ...],
+          **more: Any) -> dict[str, Any]:
+    """Short convolutions of 3 tokens; attention in the layers ``attention``.
+
+    From config.json of LiquidAI/LFM2-350M, LFM2-1.2B and LFM2-8B-A1B. The dense ones store 3/2 of ``intermediate``.
+    """
+    shape = _shape("Lfm2ForCausalLM", hidden, intermediate, layers, heads, 8, 64, 65_536, 128_000)
+    return shape | {
+        "model_type": "lfm2", "norm_eps": 1e-5, "rope_theta": 1_000_000.0, "eos_token_id": 7, "conv_L_cache": 3,
+        "conv_bias": False, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": True,
+        "layer_types": ["full_attention" if i in attention else "conv" for i in range(layers)], **more,
+    }  # fmt: skip
+
+
+def _granite_h(hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, **more: Any) -> dict[str, Any]:
+    """Granite 4 H, as config.json of ibm-granite/granite-4.0-h-tiny and -h-1b: Mamba-2 in 36 of 40 layers."""
+    layers = ["mamba"] * 5 + (["attention"] + ["mamba"] * 9) * 3 + ["attention"] + ["mamba"] * 4
+    shape = _shape("GraniteMoeHybridForCausalLM", hidden, intermediate, 40, heads, kv_heads, head_dim, 100_352, 131_072)
+    return shape | {
+        "model_type": "granitemoehybrid", "layer_types": layers, "mamba_n_heads": 48, "mamba_d_head": 64,
+        "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True,
+        "position_embedding_type": "nope", "tie_word_embeddings": True, "eos_token_id": 100_257,
+        "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 1 / 128, **more,
+    }  # fmt: skip
+
+
 OTHERS = {  # published shapes of other families; model_type is for other engines
     "llama-3.2-1b": _shape("LlamaForCausalLM", 2048, 8192, 16, 32, 8, 64, 128_256, 131_072, **_llama3(32.0))
     | {"tie_word_embeddings": True},
@@ -94,6 +120,16 @@ OTHERS = {  # published shapes of other families; model_type is for other engine
         num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1,
         mlp_only_layers=[],
     ) | _QWEN,
+    "lfm2-350m": _lfm2(1024, 4608, 16, 16, (2, 5, 8, 10, 12, 14)),
+    "lfm2-1.2b": _lfm2(2048, 8192, 16, 32, (2, 5, 8, 10, 12, 14)),
+    "lfm2-8b-a1b": _lfm2(
+        2048, 7168, 24, 32, (2, 6, 10, 14, 18, 21), architectures=["Lfm2MoeForCausalLM"], model_type="lfm2_moe",
+        num_experts=32, num_experts_per_tok=4, moe_intermediate_size=1792, num_dense_layers=2,
+    ),
+    "granite-4-h-tiny": _granite_h(1536, 512, 12, 4, 128, shared_intermediate_size=1024, num_local_experts=64,
+                                   num_experts_per_tok=6, logits_scaling=6.0),
+    "granite-4-h-1b": _granite_h(1536, 4096, 12, 4, 128, shared_intermediate_size=4096, num_local_experts=0,
+                                 num_experts_per_tok=0, logits_scaling=6.0),
     "qwen3.5-0.8b": _qwen3_5(1024, 3584, 24, 8, 2, 16, tie_word_embeddings=True),
     "qwen3.5-9b": _qwen3_5(4096, 12_288, 32, 16, 4, 32),
     "qwen3.5-27b": _qwen3_5(5120, 17_408, 64, 24, 4, 48),

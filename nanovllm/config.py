@@ -261,7 +261,7 @@ class Config:
         if self.quantization == "fp8":
             model_config = model_config.quantized()
         speculates = (  # recurrent states cannot be rolled back; in a mixture each row needs different experts
-            self.speculative_config is not None and model_config.has_lm_head and model_config.gated_delta is None
+            self.speculative_config is not None and model_config.has_lm_head and model_config.recurrent is None
             and (model_config.moe is None or not self.speculative_config.adaptive)
         )  # fmt: skip
         limit = model_config.max_position_embeddings

@@ -31,6 +31,10 @@ OF_HEAD = {"vision_config": VISION["vision_config"] | {"out_hidden_size": 80}}  
 OF_QWEN2_VL = {"vision_config": VISION["vision_config"] | {"hidden_size": 64}}  # of its tokens
 SLIDING, FULL = "sliding_attention", "full_attention"
 MIXED = [SLIDING, SLIDING, FULL, SLIDING]
+GEMMA4 = {
+    "hidden_size": 80, "head_dim": 16, "global_head_dim": 32, "num_hidden_layers": 6, "sliding_window": 12,
+    "layer_types": [SLIDING, SLIDING, FULL] * 2, "tie_word_embeddings": True, "final_logit_softcapping": 5.0,
+}  # fmt: skip
 
 
 def longrope(dims, **more):
@@ -72,6 +76,18 @@ CASES: dict[str, tuple[str, dict]] = {
             SLIDING: {"rope_type": "default", "rope_theta": 1e4},
         },
     }),
+    # K = V in full layers, which have larger heads, and fewer KV heads
+    "gemma4": ("Gemma4Text", {
+        **GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
+    }),
+    # its last three layers share keys and values
+    "gemma4-e4b": ("Gemma4Text", {
+        **GEMMA4, "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 144, "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+    }),
+    "gemma4-unified": ("Gemma4UnifiedText", {
+        **GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+    }),
     "ministral3": ("Ministral3", {**HEAD, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8,
                                                               "llama_4_scaling_beta": 0.3}}),
     "mistral3": ("Mistral3", {**HEAD, "model_type": "ministral3", **VISION, "rope_parameters": {
@@ -94,6 +110,10 @@ CASES: dict[str, tuple[str, dict]] = {
 }  # fmt: skip
 MOE = dict(num_experts=8, num_experts_per_tok=3)
 MOE_CASES: dict[str, tuple[str, dict]] = {  # experts of 48 or 112 units, so that four ranks share them
+    "gemma4-moe": ("Gemma4Text", {
+        **CASES["gemma4"][1], "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3,
+        "moe_intermediate_size": 48,
+    }),
     "qwen3-moe": ("Qwen3Moe", {
         **HEAD, **MOE, "moe_intermediate_size": 48, "norm_topk_prob": True, "mlp_only_layers": [1],
     }),
@@ -134,6 +154,40 @@ HYBRID_CASES: dict[str, tuple[str, dict]] = {
     "qwen3.5-moe": ("Qwen3_5MoeText", HYBRID_MOE),
     "qwen3-next": ("Qwen3Next", {**HYBRID_MOE, "linear_conv_kernel_dim": 3, "mlp_only_layers": [1]}),
 }
+# Short convolutions in two of three layers. The MLP of "lfm2" has 96 units, two thirds of 120 rounded up.
+SHORT_CONV = dict(
+    vocab_size=140, hidden_size=80, intermediate_size=120, head_dim=32, max_position_embeddings=1024, norm_eps=1e-5,
+    layer_types=["conv", "conv", FULL, "conv"],
+)  # fmt: skip
+SHORT_CONV_CASES: dict[str, tuple[str, dict]] = {
+    "lfm2": ("Lfm2", {**SHORT_CONV, "block_multiple_of": 32, "conv_L_cache": 3}),
+    "lfm2-moe": ("Lfm2Moe", {**SHORT_CONV, **MOE, "moe_intermediate_size": 40, "num_dense_layers": 1,
+                             "conv_L_cache": 4, "routed_scaling_factor": 1.5}),
+}  # fmt: skip
+HYBRID_CASES |= SHORT_CONV_CASES
+
+# Mamba-2 in three of four layers
+MAMBA = dict(
+    vocab_size=140, hidden_size=128, intermediate_size=48, max_position_embeddings=1024, num_key_value_heads=2,
+    mamba_n_heads=8, mamba_d_head=32, mamba_d_state=64, mamba_n_groups=1,
+)  # fmt: skip
+GRANITE_MAMBA = {
+    **MAMBA, "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3,
+    "logits_scaling": 2.0, "shared_intermediate_size": 72, "num_local_experts": 8, "num_experts_per_tok": 3,
+}
+FALCON = {
+    **MAMBA, "hidden_size": 80, "intermediate_size": 112, "mamba_d_ssm": 256, "head_dim": 32, "key_multiplier": 0.6,
+    "embedding_multiplier": 2.0, "lm_head_multiplier": 0.7, "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.8, "mlp_multipliers": [0.9, 1.3], "ssm_in_multiplier": 1.25,
+    "ssm_multipliers": [0.9, 1.1, 1.4, 0.8, 1.2], "ssm_out_multiplier": 1.5,
+}
+HYBRID_CASES |= {
+    "falcon-h1": ("FalconH1", FALCON),
+    "falcon-h1-norm": ("FalconH1", {**FALCON, "mamba_n_groups": 2, "mamba_rms_norm": True}),
+    "granite-mamba-moe": ("GraniteMoeHybrid", GRANITE_MAMBA),
+    "granite-mamba": ("GraniteMoeHybrid", {**GRANITE_MAMBA, "num_local_experts": 0, "mamba_d_conv": 3}),
+}
 
 
 class DenseMLP(nn.Module):
@@ -168,14 +222,18 @@ def make(path, name, seed=0, **more):
         if type(module).__name__ == "GptOssExperts":  # of transformers 5.17, which knows 7.0 only
             module.limit = config.swiglu_limit
     generator = torch.Generator().manual_seed(seed)
-    choice = [(n, b) for n, b in model.named_buffers() if "correction_bias" in n]
+    names = "correction_bias", "expert_bias", "layer_scalar"
+    choice = [(n, b) for n, b in model.named_buffers() if any(name in n for name in names)]
     for param_name, p in [*model.named_parameters(), *choice]:
         std = 0.15
         if name in HYBRID_CASES:  # larger ones amplify rounding: in transformers too
             std = 1.0 if "embed" in param_name else 0.3 if p.dim() == 1 else 0.05
+            std = 0.5 if ".conv.conv." in param_name or "mamba.conv1d.weight" in param_name else std
         p.data.normal_(0.0, 0.3 if "norm" in param_name else 2.0 if "sinks" in param_name else std, generator=generator)
-        has_offset = kind.startswith("Gemma") or (name in HYBRID_CASES and "linear_attn.norm" not in param_name)
-        if "norm" in param_name and not has_offset:
+        has_offset = kind in ("Gemma", "Gemma2", "Gemma3Text") or (
+            kind.startswith(("Qwen3_5", "Qwen3Next")) and "linear_attn.norm" not in param_name
+        )
+        if ("norm" in param_name and not has_offset) or "scal" in param_name:
             p.data.add_(1.0)
     model.save_pretrained(path)
     return model.eval()

@@ -33,7 +33,7 @@ IDS = [RNG.randrange(2, 128) for _ in range(60)]
 PROMPTS = [IDS[:1], IDS[:17], IDS[5:45]]  # with the tokens to come beyond every window, and one block
 NUM_DECODED = 12
 REPRESENTATIVES = ("llama", "qwen2-late-windows", "granite", "glm4", "gemma3", "olmo3", "ministral3",
-                   "gemma2", "gpt-oss-attention")  # fmt: skip
+                   "gemma2", "gpt-oss-attention", "gemma4", "gemma4-e4b")  # fmt: skip
 
 
 @torch.inference_mode()
@@ -90,7 +90,8 @@ def check_bf16(llm, model, prompts):
     assert (got - exact).square().mean() < 1.25**2 * (rounded - exact).square().mean()
 
 
-@pytest.mark.parametrize("case", ["granite", "glm4", "gemma2", "gemma3", "gpt-oss-attention", "olmo3"])
+@pytest.mark.parametrize("case", ["granite", "glm4", "gemma2", "gemma3", "gpt-oss-attention", "olmo3", "gemma4",
+                                  "gemma4-e4b"])  # fmt: skip
 def test_bf16(case, checkpoint, make_llm):
     """Folded factors, offsets and permutations cost no precision: 0.92 to 1.09 times transformers' error."""
     path, model = checkpoint(case)
@@ -202,7 +203,8 @@ def test_same_tokens(case, way, checkpoint, expected, make_llm):
 
 
 @pytest.mark.parametrize("case, size", [("llama-tied-biased", 2), ("gemma3", 2), ("olmo3", 4),
-                                        ("gemma2", 2), ("gpt-oss-attention", 4)])  # fmt: skip
+                                        ("gemma2", 2), ("gpt-oss-attention", 4), ("gemma4", 2),
+                                        ("gemma4-e4b", 2)])  # fmt: skip
 def test_ranks(case, size, checkpoint, expected, make_llm):
     """olmo3 on four ranks: two KV heads for each pair of them, and norms over all heads of all ranks. gpt-oss: each
     rank its sinks; gemma2: each its capped logits."""
@@ -215,9 +217,10 @@ def test_ranks(case, size, checkpoint, expected, make_llm):
 PLAIN = {
     "qkv_bias": False, "o_bias": False, "mlp_bias": False, "act": "silu", "qk_norm": "", "embed_scale": 1.0,
     "residual_scale": 1.0, "logit_scale": 1.0, "attention_softcap": 0.0, "logit_softcap": 0.0,
+    "per_layer_size": 0,
 }  # fmt: skip
 PLAIN_FAMILY = {
-    "pre_norm": True, "post_norm": False, "norm_offset": 0.0, "interleaved": False, "sinks": False,
+    "pre_norm": True, "post_norm": False, "norm_offset": 0.0, "interleaved": False, "sinks": False, "v_norm": False,
 }  # fmt: skip
 
 
@@ -231,6 +234,9 @@ def switched_off(config):
             yield name, replace(config, family=config.family._replace(**{name: plain}))
     if config.attention_scale != config.head_dim**-0.5:
         yield "attention_scale", replace(config, attention_scale=config.head_dim**-0.5)
+    for name in ("keys_are_values", "shares_kv"):
+        if any(getattr(layer, name) for layer in config.layers):
+            yield name, with_layers(config, **{name: [False] * len(config.layers)})
     windows, ropes = config.windows, config.ropes
     if any(windows):
         yield "windows", with_layers(config, window=[0] * len(windows))
@@ -282,7 +288,8 @@ def test_each_switch_matters(case, checkpoint):
         try:
             got = logits_of(path, changed)
         except CheckpointError:
-            assert name in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "pre_norm", "post_norm", "sinks"), name
+            assert name in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "pre_norm", "post_norm", "sinks",
+                            "per_layer_size", "keys_are_values", "shares_kv"), name  # fmt: skip
         else:
             assert error(got, want) > 1e-3, name
         tried += 1
@@ -293,12 +300,16 @@ def test_every_switch_is_tried(checkpoint):
     """Else a new field of the configuration, or of a family, would have no test above."""
     shape = {field.name for field in fields(ModelConfig)} - PLAIN.keys()
     assert shape == {
-        "family", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-        "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "attention_scale", "layers",
-        "moe", "num_nextn_predict_layers", "dtype", "eos_token_ids", "quant_method", "fp8", "gated_delta",
+        "family", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings",
+        "rms_norm_eps", "tie_word_embeddings", "attention_scale", "layers", "moe", "num_nextn_predict_layers", "dtype",
+        "eos_token_ids", "quant_method", "fp8", "recurrent",
         "has_lm_head", "num_labels", "activation", "label_tokens",  # tests/test_embed.py
     }  # fmt: skip
     of_layers = {field.name for field in fields(LayerConfig)}
-    assert of_layers == {"mixer", "window", "rope", "mlp", "fp8_linears", "packed_schemes"}
+    assert of_layers == {
+        "mixer", "window", "rope", "mlp", "fp8_linears", "packed_schemes", "head_dim", "num_key_value_heads",
+        "keys_are_values", "intermediate_size", "kind", "shares_kv",
+    }  # fmt: skip
     names = {name for case in families.CASES for name, _ in switched_off(read_model_config(checkpoint(case)[0]))}
-    assert names >= {*PLAIN, *PLAIN_FAMILY, "attention_scale", "windows", "ropes' layers"}
+    assert names >= {*PLAIN, *PLAIN_FAMILY, "attention_scale", "windows", "ropes' layers", "keys_are_values",
+                     "shares_kv"}  # fmt: skip

@@ -16,10 +16,11 @@ WAYS_OF_HYBRIDS = {
     **{way: WAYS[way] for way in ("batched", "preempted, no cache", "chunked", "all at once", "two ranks")},
     "chunks of 64, one snapshot": Way("cached chunked", {"max_num_batched_tokens": 64, "num_state_snapshots": 1}),
 }
-# A commit takes each way with one of two models, whose layers, convolutions and experts the third has, too.
-CASES = at_night(*product(families.HYBRID_CASES, WAYS_OF_HYBRIDS)) or list(
-    zip(cycle(("qwen3.5", "qwen3-next")), WAYS_OF_HYBRIDS, strict=False)
-)
+# A commit takes each way with one model of each list, which together have the layers of them all.
+KINDS = ("qwen3.5", "qwen3-next"), ("lfm2", "lfm2-moe"), ("granite-mamba", "granite-mamba-moe")
+CASES = at_night(*product(families.HYBRID_CASES, WAYS_OF_HYBRIDS)) or [
+    case for names in KINDS for case in zip(cycle(names), WAYS_OF_HYBRIDS, strict=False)
+]
 
 
 @pytest.mark.parametrize(("name", "way", "device"), [

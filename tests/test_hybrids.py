@@ -1,7 +1,7 @@
-"""Models with recurrent layers (Qwen3.5, Qwen3-Next) against transformers: logits and greedy tokens.
+"""Models with recurrent layers (Qwen3.5, Qwen3-Next, LFM2) against transformers: logits and greedy tokens.
 
-Tolerance in fp32: 1e-5 of the largest logit; measured 4e-7. ``kernels/test_gated_delta.py`` has the kernels,
-``engine/test_snapshots.py`` the prefix cache of states.
+Tolerance in fp32: 1e-5 of the largest logit; measured 4e-7. ``kernels/test_gated_delta.py`` and
+``kernels/test_short_conv.py`` have the kernels, ``engine/test_snapshots.py`` the prefix cache of states.
 """
 
 import json
@@ -72,14 +72,15 @@ def test_prompt_logprobs(checkpoint, make_llm):
                                    atol=1e-4, rtol=0)  # fmt: skip
 
 
-def test_sleep_and_update(checkpoint, expected, make_llm, tmp_path):
-    path, _ = checkpoint("qwen3.5")
+@pytest.mark.parametrize("case", ["qwen3.5", "lfm2"])
+def test_sleep_and_update(case, checkpoint, expected, make_llm, tmp_path):
+    path, _ = checkpoint(case)
     llm = make_llm(model=path, **OPTIONS)
     generate(llm, PROMPTS, greedy(NUM_DECODED))
     llm.sleep(level=1)
     llm.wake_up()
-    assert generate(llm, PROMPTS, greedy(NUM_DECODED)) == expected("qwen3.5")
-    other = families.make(tmp_path, "qwen3.5", seed=1)
+    assert generate(llm, PROMPTS, greedy(NUM_DECODED)) == expected(case)
+    other = families.make(tmp_path, case, seed=1)
     llm.update_weights(dict(other.state_dict()))
     want = other.generate(torch.tensor([PROMPTS[4]]), max_new_tokens=NUM_DECODED, do_sample=False, eos_token_id=None)
     assert generate(llm, PROMPTS[4:], greedy(NUM_DECODED)) == want[:, len(PROMPTS[4]) :].tolist()
@@ -94,18 +95,22 @@ def test_fp16_states(checkpoint, make_llm):
     assert 1e-6 < max(errors) < 1e-3
 
 
-def test_quantized(checkpoint, make_llm):
+@pytest.mark.parametrize("case", ["qwen3.5", "lfm2-moe"])
+def test_quantized(case, checkpoint, make_llm):
     """FP8 weights, and an FP8 KV cache for the attention layers: the tokens of a model with these weights."""
-    path, model = checkpoint("qwen3.5")
+    path, model = checkpoint(case)
     llm = make_llm(model=path, quantization="fp8", kv_cache_dtype="fp8", **OPTIONS)
     _, logits = generate_with_logits(llm, PROMPTS[2:3], 1)
     want = hf_logits(model, PROMPTS[2])[-1]
     assert error(logits[0], want) < 0.1
 
 
-@pytest.mark.parametrize(("case", "form"), [("qwen3.5", "qwen"), ("qwen3.5", "channel"), ("qwen3.5-moe", "qwen")])
-def test_fp8_checkpoint(case, form, make_llm, tmp_path):
-    """Blocks of 128 rows lie across q, k and v; b and a stay in 16 bits."""
+@pytest.mark.parametrize(("case", "form"), [
+    ("qwen3.5", "qwen"), ("qwen3.5", "channel"), ("qwen3.5-moe", "qwen"), ("lfm2", "qwen"), ("lfm2", "gptq"),
+    ("lfm2", "compressed-tensors"),
+])  # fmt: skip
+def test_quantized_checkpoint(case, form, make_llm, tmp_path):
+    """Blocks of 128 rows lie across q, k and v, or both gates; b and a stay in 16 bits."""
     model = families.make(tmp_path, case, hidden_size=192, intermediate_size=320)
     quantized_checkpoints.write(tmp_path, model, form)
     want = hf_logits(model, PROMPTS[2])[-1]
@@ -169,10 +174,13 @@ def test_ranks_divide_the_key_heads(checkpoint, make_llm):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, {"state_dtype": "float16"}, {"quantization": "fp8", "kv_cache_dtype": "fp8"}])
-def test_bf16_on_the_gpu(options, checkpoint, make_llm):
+@pytest.mark.parametrize(("case", "options"), [
+    ("qwen3.5", {}), ("qwen3.5", {"state_dtype": "float16"}), ("lfm2", {}), ("lfm2-moe", {}),
+    *((case, {"quantization": "fp8", "kv_cache_dtype": "fp8"}) for case in ("qwen3.5", "lfm2", "lfm2-moe")),
+])  # fmt: skip
+def test_bf16_on_the_gpu(case, options, checkpoint, make_llm):
     """No token is far from the best one."""
-    path, model = checkpoint("qwen3.5")
+    path, model = checkpoint(case)
     llm = make_llm(model=path, device="cuda", dtype="bfloat16", **OPTIONS, **options)
     completions = generate(llm, PROMPTS, greedy(NUM_DECODED))
     assert max(worst_choices(model, PROMPTS, completions)) < (0.6 if "quantization" in options else 0.25)

@@ -116,11 +116,12 @@ def test_as_peft_merges_it(case, device, make_checkpoint, make_llm, tmp_path):
     assert tokens(llm) == expected(merged)
 
 
-@pytest.mark.parametrize("case", ["gemma3", "granite", "phi3", "glm4-moe"])
+@pytest.mark.parametrize("case", ["gemma3", "granite", "phi3", "glm4-moe", "lfm2"])
 def test_families(case, make_llm, tmp_path):
     """Renamed tensors, scaled ones, merged ones; attention beside experts."""
     families.make(tmp_path / "base", case)
     targets = ["q_proj", "qkv_proj", "o_proj"] + ["gate_up_proj", "down_proj"] * ("moe" not in case)
+    targets = ["q_proj", "in_proj", "out_proj", "w1", "w2"] if case == "lfm2" else targets
     train(tmp_path / "base", tmp_path / "adapter", target_modules=targets).save_pretrained(tmp_path / "merged")
     want = weights_of(make_llm(model=str(tmp_path / "merged"), max_model_len=128))
     assert_equal(make_llm(model=str(tmp_path / "base"), lora=str(tmp_path / "adapter"), max_model_len=128), want, 1e-5)

@@ -4,6 +4,7 @@ Written by hand from the model cards' fields. Fields that change nothing here (d
 """
 
 import copy
+import json
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,9 @@ from conftest import TINY
 
 from nanovllm.errors import CheckpointError
 from nanovllm.models import MODELS
-from nanovllm.models.config import GatedDeltaConfig
 from nanovllm.models.config_reader import model_config
+from nanovllm.models.recurrent.gated_delta_net.config import GatedDeltaConfig
+from nanovllm.models.recurrent.short_conv.config import ShortConvConfig
 from nanovllm.models.rope import RopeScaling
 
 SHARED = {"hidden_act": "silu", "torch_dtype": "bfloat16", "use_cache": True, "transformers_version": "4.45.0"}
@@ -70,6 +72,53 @@ QWEN3_5_MOE = QWEN3_5 | shape(
     num_experts=256, num_experts_per_tok=8, shared_expert_intermediate_size=512,
 )
 del QWEN3_5_MOE["intermediate_size"]  # no layer is dense
+
+LFM2_LAYERS = ["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)]
+LFM2 = {
+    "block_auto_adjust_ff_dim": True, "block_dim": 2048, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256,
+    "block_norm_eps": 1e-5, "block_use_swiglu": True, "conv_L_cache": 3, "conv_bias": False, "conv_dim": 2048,
+    "eos_token_id": 7, "hidden_size": 2048, "max_position_embeddings": 128000, "norm_eps": 1e-5,
+    "num_attention_heads": 32, "num_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8, "use_pos_enc": True,
+    "vocab_size": 65536,
+}  # fmt: skip
+LFM2_READ = {
+    "intermediate_size": 8192, "head_dim": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+    "ropes": (rope(1e6, 128000),) * 6, "recurrent": ShortConvConfig(2048, 3),
+}  # fmt: skip
+
+GEMMA4 = {
+    "attention_bias": False, "attention_k_eq_v": True, "enable_moe_block": False, "eos_token_id": 1,
+    "final_logit_softcapping": 30.0, "global_head_dim": 512, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "num_experts": None, "top_k_experts": None,
+    "moe_intermediate_size": None, "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    }, "sliding_window": 1024, "tie_word_embeddings": True, "use_bidirectional_attention": "vision",
+    "use_double_wide_mlp": False, "vocab_size_per_layer_input": 262144,
+}  # fmt: skip
+
+
+GEMMA4_E = {
+    "attention_k_eq_v": False, "hidden_size_per_layer_input": 256, "sliding_window": 512,
+    "use_bidirectional_attention": None,
+}  # fmt: skip
+
+
+def gemma4(sizes, every=6, architecture="Gemma4ForConditionalGeneration", expected=None, **fields):
+    """A published model: the text's fields, in their place, and what they are read to. Every n-th layer is full."""
+    positions, layers = sizes["max_position_embeddings"], sizes["num_hidden_layers"]
+    kinds = ["sliding_attention"] * (every - 1) + ["full_attention"]
+    text = {**GEMMA4, **sizes, "layer_types": kinds * (layers // every), **fields}
+    ropes = (*(rope(1e4, positions),) * (every - 1), rope(1e6, positions, "proportional", partial_rotary_factor=0.25))
+    raw = text if architecture.endswith("CausalLM") else {"text_config": text, "vision_config": {}}
+    family = MODELS[architecture] if text["enable_moe_block"] else MODELS[architecture]._replace(experts="")
+    return architecture, raw, {
+        "family": family, "eos_token_ids": (1,), "act": "gelu_tanh", "attention_scale": 1.0,
+        "embed_scale": text["hidden_size"] ** 0.5, "head_dim": 512,
+        "logit_softcap": 30.0, "tie_word_embeddings": True, "ropes": ropes * (layers // every),
+        "windows": (*(text["sliding_window"],) * (every - 1), 0) * (layers // every), **(expected or {}),
+    }  # fmt: skip
+
 
 # model -> (architecture, published fields, what they are read to; the rest is a plain Llama)
 PUBLISHED = {
@@ -167,6 +216,35 @@ PUBLISHED = {
             GEMMA_LOCAL if w else rope(1e6, 131072, "linear", factor=8.0) for w in EVERY_SIXTH(1024, 48)
         ),
     }),
+    "gemma-4-26B-A4B": gemma4(
+        shape(2816, 2112, 30, 16, 8, 262144, 262144, 1e-6), enable_moe_block=True, num_experts=128, top_k_experts=8,
+        moe_intermediate_size=704, num_global_key_value_heads=2,
+        expected={"num_key_value_heads": 2, "moe": moe(128, 8, 704)},
+    ),
+    "gemma-4-31B": gemma4(
+        shape(5376, 21504, 60, 32, 16, 262144, 262144, 1e-6), num_global_key_value_heads=4,
+        expected={"num_key_value_heads": 4},
+    ),
+    "gemma-4-12B": gemma4(
+        shape(3840, 15360, 48, 16, 8, 262144, 262144, 1e-6), num_global_key_value_heads=1,
+        architecture="Gemma4UnifiedForConditionalGeneration", expected={"num_key_value_heads": 1},
+    ),
+    "gemma-4-12B, its text": gemma4(
+        shape(3840, 15360, 48, 16, 8, 262144, 262144, 1e-6), num_global_key_value_heads=1,
+        architecture="Gemma4UnifiedForCausalLM", expected={"num_key_value_heads": 1},
+    ),
+    "gemma-4-E4B": gemma4(
+        shape(2560, 10240, 42, 8, 2, 262144, 131072, 1e-6), **GEMMA4_E, num_kv_shared_layers=18,
+        expected={"per_layer_size": 256},
+    ),
+    "gemma-4-E2B": gemma4(
+        shape(1536, 6144, 35, 8, 1, 262144, 131072, 1e-6), 5, **GEMMA4_E, num_kv_shared_layers=20,
+        use_double_wide_mlp=True, expected={"per_layer_size": 256},
+    ),
+    "gemma-4-E2B, its text": gemma4(
+        shape(1536, 6144, 35, 8, 1, 262144, 131072, 1e-6), 5, "Gemma4ForCausalLM", **GEMMA4_E,
+        num_kv_shared_layers=20, use_double_wide_mlp=True, expected={"per_layer_size": 256},
+    ),
     "gpt-oss-20b": ("GptOssForCausalLM", shape(2880, 2880, 24, 64, 8, 201088, 131072, 1e-5, head_dim=64,
         attention_bias=True, sliding_window=128, layer_types=["sliding_attention", "full_attention"] * 12,
         initial_context_length=4096, rope_theta=150000, rope_scaling=GPT_OSS_YARN, tie_word_embeddings=False,
@@ -335,7 +413,7 @@ PUBLISHED = {
         mlp_only_layers=[], moe_intermediate_size=512, norm_topk_prob=True, num_experts=512, num_experts_per_tok=10,
         partial_rotary_factor=0.25, rope_scaling=None, rope_theta=10000000, shared_expert_intermediate_size=512,
         tie_word_embeddings=False, eos_token_id=151645), dict(head_dim=256,
-        ropes=(rope(1e7, 262144, partial_rotary_factor=0.25),) * 12, gated_delta=DELTA,
+        ropes=(rope(1e7, 262144, partial_rotary_factor=0.25),) * 12, recurrent=DELTA,
         moe=moe(512, 10, 512, shared_size=512))),
     "Qwen3.6-27B": ("Qwen3_5ForConditionalGeneration", {
         "model_type": "qwen3_5", "image_token_id": 248056, "vision_config": {"model_type": "qwen3_5", "depth": 27},
@@ -343,21 +421,35 @@ PUBLISHED = {
     }, {
         "head_dim": 256, "num_hidden_layers": 64, "hidden_size": 5120, "eos_token_ids": (248044,),
         "ropes": (rope(1e7, 262144, partial_rotary_factor=0.25),) * 16,
-        "gated_delta": replace(DELTA, num_value_heads=48),
+        "recurrent": replace(DELTA, num_value_heads=48),
     }),
     "Qwen3.5-9B, its text": ("Qwen3_5ForCausalLM", QWEN3_5 | shape(4096, 12288, 32, 16, 4, 248320, 262144, 1e-6,
         linear_num_value_heads=32), dict(head_dim=256, ropes=(rope(1e7, 262144, partial_rotary_factor=0.25),) * 8,
-        gated_delta=DELTA)),
+        recurrent=DELTA)),
     **{
         f"Qwen3.6-35B-A3B, {architecture}": (architecture, given, {
             "head_dim": 256, "num_hidden_layers": 40, "num_key_value_heads": 2, "intermediate_size": 512,
-            "ropes": (rope(1e7, 262144, partial_rotary_factor=0.25),) * 10, "gated_delta": DELTA,
+            "ropes": (rope(1e7, 262144, partial_rotary_factor=0.25),) * 10, "recurrent": DELTA,
             "moe": moe(256, 8, 512, shared_size=512),
         }) for architecture, given in (
             ("Qwen3_5MoeForCausalLM", QWEN3_5_MOE),
             ("Qwen3_5MoeForConditionalGeneration", {"model_type": "qwen3_5_moe", "text_config": QWEN3_5_MOE}),
         )
     },
+    # The MLP has two thirds of the published width. The first release has older names, LFM2.5 those of today.
+    "LFM2-1.2B": ("Lfm2ForCausalLM", LFM2 | {"block_ff_dim": 12288, "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "rope_theta": 1000000.0}, LFM2_READ),
+    "LFM2.5-1.2B-Instruct": ("Lfm2ForCausalLM", LFM2 | {"intermediate_size": 12288, "tie_embedding": True,
+        "full_attn_idxs": None, "layer_types": LFM2_LAYERS, "tie_word_embeddings": True,
+        "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"}}, LFM2_READ),
+    "LFM2-8B-A1B": ("Lfm2MoeForCausalLM", {"hidden_size": 2048, "intermediate_size": 7168, "num_hidden_layers": 24,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 65536, "max_position_embeddings": 128000,
+        "moe_intermediate_size": 1792, "num_experts": 32, "num_experts_per_tok": 4, "num_dense_layers": 2,
+        "conv_bias": False, "conv_L_cache": 3, "norm_eps": 1e-5, "norm_topk_prob": True, "use_expert_bias": True,
+        "routed_scaling_factor": 1.0, "rope_theta": 1000000.0, "eos_token_id": 7,
+        "layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)]},
+        dict(head_dim=64, rms_norm_eps=1e-5, tie_word_embeddings=True, ropes=(rope(1e6, 128000),) * 6,
+        recurrent=ShortConvConfig(2048, 3), moe=moe(32, 4, 1792), dense={0, 1})),
 }  # fmt: skip
 PLAIN_MOE = {
     "renormalize": True, "routed_scale": 1.0, "num_groups": 1, "top_groups": 1, "shared_size": 0, "swiglu_limit": 0.0,
@@ -386,14 +478,14 @@ def test_published(model):
     assert {name: getattr(config, name) for name in expected} == expected
     assert (config.moe is None) == (moe is None)
     assert moe is None or vars(config.moe) == {**PLAIN_MOE, **moe}
-    assert moe is None or [layer.mlp == "experts" for layer in config.layers] == [i not in dense for i in range(layers)]
+    assert moe is None or [layer.mlp != "dense" for layer in config.layers] == [i not in dense for i in range(layers)]
 
 
 SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "vocab_size", "max_position_embeddings", "moe_intermediate_size", "num_experts", "num_local_experts",
     "n_routed_experts", "num_experts_per_tok", "moe_num_experts", "eos_token_id", "head_dim", "vision_config",
-    "text_config",
+    "text_config", "block_ff_dim",
 )  # fmt: skip
 
 
@@ -415,11 +507,14 @@ def test_as_transformers_reads_it(model, kept):
     if (raw.get("rope_scaling") or {}).get("type") == "su":  # transformers 5 does not look beside this old name
         raw["rope_scaling"]["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
     kind = architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration").replace("OnOCR", "OnOcr")
-    if architecture in ("Gemma3ForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"):
+    if architecture in ("Gemma3ForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Gemma4ForCausalLM",
+                        "Gemma4UnifiedForCausalLM"):  # fmt: skip
         kind += "Text"
-    today = getattr(transformers, f"{kind}Config")(**copy.deepcopy(raw)).to_dict()
+    today = json.loads(getattr(transformers, f"{kind}Config")(**copy.deepcopy(raw)).to_json_string(use_diff=False))
     want = model_config({**today, "architectures": [architecture]})
     got = model_config({**raw, "architectures": [architecture]})
+    if architecture.startswith("Gemma4"):
+        want = replace(want, dtype=got.dtype)
     if architecture == "Gemma3ForConditionalGeneration":  # the class drops the outer list
         want = replace(want, eos_token_ids=(1, 106), dtype=got.dtype)
     if architecture.startswith("PaddleOCR"):  # the class ties whatever the file says
@@ -457,6 +552,45 @@ def test_layers_of_the_warm_up():
     air = read("GLM-4.5-Air").one_layer_of_each_kind()
     assert [layer.mlp for layer in air.layers] == ["dense", "experts", "experts"]
     assert read("Llama-3.2-1B").one_layer_of_each_kind().num_hidden_layers == 2
+
+
+def test_layers_of_gemma4():
+    """Heads, K = V, keys and values that layers share, and widths of their MLPs."""
+    layers = read("gemma-4-26B-A4B").layers
+    assert {(x.head_dim, x.num_key_value_heads, x.keys_are_values, bool(x.window)) for x in layers} == {
+        (256, 8, False, True), (512, 2, True, False),
+    }  # fmt: skip
+    published = read("gemma-4-E2B")
+    architecture, raw, _ = PUBLISHED["gemma-4-E2B"]
+    ends_sliding = [*raw["text_config"]["layer_types"][:-1], "sliding_attention"]
+    raw = {**raw, "architectures": [architecture], "text_config": {**raw["text_config"], "layer_types": ends_sliding}}
+    assert model_config({**SHARED, **raw}) == published, "as in transformers"
+    layers = published.layers
+    assert [layer.shares_kv for layer in layers] == [False] * 15 + [True] * 20
+    assert [layer.intermediate_size for layer in layers] == [6144] * 15 + [12288] * 20
+    assert [layer.head_dim for layer in layers] == [256, 256, 256, 256, 512] * 7
+    kept = published.one_layer_of_each_kind().layers
+    assert [(layer.kind[:4], layer.shares_kv) for layer in kept] == [
+        ("slid", False), ("full", False), ("slid", True), ("full", True), ("full", True),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"per_layer_config": {"full_attention": {"head_dim": 64}}}, "has 'full_attention', which is no layer"),
+    ({"per_layer_config": {"35": {"head_dim": 64}}}, "has '35', which is no layer"),
+    ({"num_kv_shared_layers": 32}, "leaves no layer of a kind with keys and values of its own"),
+    ({"num_kv_shared_layers": 40}, "leaves no layer of a kind with keys and values of its own"),
+    ({"vocab_size_per_layer_input": 1000}, "vocab_size_per_layer_input must be vocab_size"),
+    ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' must be None or False or 'vision'"),
+    ({"per_layer_config": {"3": {"sliding_window": 7}}}, "per_layer_config: 3 has unsupported fields"),
+    ({"per_layer_config": {"3": {"head_dim": 0}}}, "per_layer_config: 3: head_dim=0 must be"),
+    ({"per_layer_config": {"3": 7}}, "per_layer_config: 3: fields=7 must be an object"),
+    ({"num_global_key_value_heads": 3, "attention_k_eq_v": True}, "8 attention heads cannot be shared by 3 KV heads"),
+])  # fmt: skip
+def test_fields_of_gemma4_that_are_refused(fields, message):
+    architecture, raw, _ = PUBLISHED["gemma-4-E2B"]
+    with pytest.raises(CheckpointError, match=message):
+        model_config({**raw, "architectures": [architecture], "text_config": {**raw["text_config"], **fields}})
 
 
 def test_fields_without_effect():

@@ -73,7 +73,7 @@ def test_the_picture_has_the_tables_figures():
 
 def test_the_first_table_is_an_excerpt():
     """The first screen's figures are those of the large table, in its order."""
-    rows = [row.split("|")[2:-1] for row in re.findall(r"(?m)^\|.*\| [\d.]+ \|$", README)]
+    rows = [row.split("|")[2:-1] for row in re.findall(r"(?m)^\|.*\| [\d.–]+ \|$", README)]
     excerpt, large = rows[:4], rows[4:]
     assert len(large) >= 10 and [row for row in large if row in excerpt] == excerpt
 

@@ -120,13 +120,13 @@ VALUES = {
         },
         "a token id or a list of them": {"eos_token_id": ["</s>", 1.0, [1, "2"], -1, True]},
         f"one of {', '.join(MODELS)} {OTHERS}": {"architectures": [
-            ["DeepseekV3ForCausalLM"], ["Lfm2ForCausalLM"], ["HunYuanMoEV1ForCausalLM"], None, 5,
+            ["DeepseekV3ForCausalLM"], ["Lfm3ForCausalLM"], ["HunYuanMoEV1ForCausalLM"], None, 5,
             [["Qwen3ForCausalLM"]],
         ]},
         f"'silu' or 'swish' or 'gelu_pytorch_tanh' {OTHERS}": {"hidden_act": ["gelu", "relu", None]},
         f"'bfloat16' or 'float16' or 'float32' {OTHERS}": {"dtype": ["float8_e4m3fn"]},
-        f"'default' or 'linear' or 'llama3' or 'yarn' or 'longrope' {OTHERS}": {
-            "rope_type": ["proportional", "dynamic", ["yarn"]],
+        f"'default' or 'linear' or 'llama3' or 'yarn' or 'longrope' or 'proportional' {OTHERS}": {
+            "rope_type": ["dynamic", "axial", ["yarn"]],
         },
     },
 }  # fmt: skip

@@ -3,6 +3,7 @@
 import gc
 import re
 import threading
+from time import sleep
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from vision_families import END, IMAGE, START, Twin, image
 
 from nanovllm import LLM, RequestError, SamplingParams
 from nanovllm.distributed.group import SINGLE_RANK
-from nanovllm.engine.images import loading
+from nanovllm.engine.images import loading, processing
 from nanovllm.engine.images.attachment import content_ids
 from nanovllm.models.config_reader import read_model_config
 from nanovllm.models.decoder import CausalLM
@@ -151,6 +152,39 @@ def test_pixels_are_bounded(checkpoint, monkeypatch):
         assert llm._inputs.attachments.num_bytes == 0
     pages = max(len(images) for _, images in PROMPTS)
     assert 0 < most[0] <= (pages + 1) * largest_image(path), "one prompt's images, and the first one's"
+
+
+@pytest.mark.parametrize("steps", [{"do_resize": False}, {"no_such_option": 1}], ids=["other", "unknown"])
+def test_a_processor_of_another_kind_makes_the_numbers(checkpoint, monkeypatch, steps):
+    """Where its steps after resizing are no table of levels, or cannot be left out."""
+    path, expected, _ = checkpoint
+    monkeypatch.setattr(processing, "AS_LEVELS", steps)
+    with engine(path) as llm:
+        image = llm._inputs.attachments.load(PROMPTS[0][1][0], {})
+        assert image.pixels.tensors["pixel_values"].is_floating_point() and "table" not in image.pixels.tensors
+        assert tokens(llm.generate(GIVEN, GREEDY, use_tqdm=False)) == expected
+
+
+def test_half_of_the_cores_process_images(checkpoint, monkeypatch):
+    """The others launch, and threads that wait for files and hosts do not count."""
+    path, expected, _ = checkpoint
+    running, most = [], []
+    original = loading.ImageLoader.process
+
+    def process(self, *args):
+        running.append(1)
+        most.append(len(running))
+        sleep(0.02)
+        found = original(self, *args)
+        running.pop()
+        return found
+
+    monkeypatch.setattr(loading.ImageLoader, "process", process)
+    monkeypatch.setattr(loading, "CORES", threading.BoundedSemaphore(2))
+    monkeypatch.setattr(loading, "NUM_THREADS", 5)
+    with engine(path) as llm:
+        assert tokens(llm.generate(GIVEN, GREEDY, use_tqdm=False)) == expected
+    assert max(most) == 2
 
 
 def largest_image(path):

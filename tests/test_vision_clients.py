@@ -299,3 +299,25 @@ def test_names_of_vllm(path, folder, png, url, expected):
     assert options.to_nanovllm(one_host)["allowed_media_domains"] == ["x.org"]
     with refuses("mm_processor_kwargs: the image processor has no option 'num_crops'.", ConfigError):
         StandIn(path, **{**given, "mm_processor_kwargs": {"num_crops": 4}})
+
+
+def test_a_benchmark_of_a_whole_job(tmp_path, monkeypatch, capsys):
+    """Two pages of 160 x 212 pixels, from the start of the process; with a tiny Qwen2.5-VL."""
+    from benchmarks import batch_job
+    from benchmarks.workloads import VISION
+
+    published = VISION["qwen2.5-vl-7b"]
+    text = {"hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "num_key_value_heads": 1}  # fmt: skip
+    tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 256,
+             "fullatt_block_indexes": [1]}  # fmt: skip
+    tiny = {"text_config": published["text_config"] | text, "vision_config": published["vision_config"] | tower}
+    monkeypatch.setitem(VISION, "tiny", published | tiny)
+    batch_job.write_checkpoint(tmp_path / "model", "tiny")
+    capsys.readouterr()
+    batch_job.main(["pages", "--model", str(tmp_path / "model"), "--jobs", "2:cold", "--scale", "8", "--longest", "3"])
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])["2 pages, cold kernels"]
+    assert figures["complete_rows"] == 2 and 0 < figures["last_row_s"] <= figures["wall_s"] + 0.1
+    assert figures["pages_per_s"] == pytest.approx(2 / figures["last_row_s"], rel=0.1)
+    with pytest.raises(SystemExit, match=r"nanovllm batch .* failed:\n.*No such file"):
+        batch_job.timed(batch_job.command(tmp_path / "none.jsonl", tmp_path / "out.jsonl"))

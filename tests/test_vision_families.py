@@ -17,12 +17,13 @@ from vision_families import END, FAMILIES, IMAGE, LAST_END, ROW_END, START, Twin
 
 from nanovllm import LLM, CheckpointError, EngineError, SamplingParams
 from nanovllm.distributed.group import SINGLE_RANK
+from nanovllm.engine.images.processing import ImageProcessor
 from nanovllm.models.config_reader import read_model_config
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.families import TOWER
 from nanovllm.models.loader import load_model
 from nanovllm.models.vision import VisionConfig
-from nanovllm.models.vision_tower import VisionTower
+from nanovllm.models.vision_tower import VisionTower, numbers_of
 
 pytestmark = needs("engine.images")
 PAGE, WIDE, TALL = image(40, 24, 1), image(33, 70, 2), image(90, 18, 3)
@@ -92,6 +93,20 @@ def test_tokens_are_those_of_transformers(checkpoint, options):
     with engine(path, **options) as llm:
         for _ in range(2):
             assert tokens_of(llm.generate([given(*each) for each in PROMPTS], GREEDY, use_tqdm=False)) == expected
+
+
+@pytest.mark.parametrize("page", [PAGE, WIDE, TALL], ids=["page", "wide", "tall"])
+def test_levels_become_the_numbers_of_the_processor(checkpoint, page):
+    """Threads leave rescaling and normalization to the tower, for each processor of the families; bit by bit."""
+    path, vision = checkpoint[0], VisionConfig.read(checkpoint[0])
+    processor = ImageProcessor(path, vision.processor_options, vision)
+    tensors, expected = processor(page), processor.given(images=[page], return_tensors="pt")
+    levels, numbers = tensors["pixel_values"], expected["pixel_values"]
+    assert levels.dtype == torch.uint8 and levels.numel() <= numbers.numel() and tensors["table"].shape == (3, 256)
+    assert torch.equal(numbers_of(levels, tensors["table"], numbers.shape[1:]), numbers)
+    sizes = expected.keys() - {"pixel_values"}
+    assert tensors.keys() == {"pixel_values", "table", *sizes}
+    assert all(np.array_equal(tensors[name], expected[name]) for name in sizes)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "mistral3", "qwen2_vl"])

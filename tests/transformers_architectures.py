@@ -63,7 +63,7 @@ OTHERS = "its tokens attend others than a window"
 MIXES = "logits of a packed batch differ from transformers' own"
 # the same -> its fields, and why it cannot run; the first five run at each commit
 REFUSED: dict[str, tuple[dict, str]] = {
-    "Lfm2": ({"layer_types": ["conv", FULL] * 2}, f"{NOT_ALL} conv"),
+    "Lfm3": ({"layer_types": ["conv", FULL] * 2}, f"{NOT_ALL} conv"),
     "Falcon": ({}, OUTSIDE),
     "Llama4": ({"head_dim": 16, "attention_chunk_size": 512, "num_local_experts": 2, "interleave_moe_layer_step": 1,
                 "intermediate_size_mlp": 96, "attn_temperature_tuning": True}, "its attention counts positions itself"),
@@ -73,7 +73,7 @@ REFUSED: dict[str, tuple[dict, str]] = {
         "AXK2": "indexed_attention", "BailingHybrid": "linear_attention", "Bamba": "linear_attention",
         "DeepseekV32": "indexed_attention", "DeepseekV4": "compressed_sparse_attention", "FalconH1": "hybrid",
         "FalconMamba": "linear_attention", "GlmMoeDsa": "indexed_attention", "GraniteMoeHybrid": "linear_attention",
-        "HYV4": "indexed_attention", "Jamba": "linear_attention", "KimiLinear": "linear_attention", "Lfm3": "conv",
+        "HYV4": "indexed_attention", "Jamba": "linear_attention", "KimiLinear": "linear_attention",
         "Mamba": "linear_attention", "MiniMax": "linear_attention", "OlmoHybrid": "linear_attention",
         "RecurrentGemma": "linear_attention",
     }.items()},

@@ -34,10 +34,20 @@ FEATURES = {
         r"SpeculativeScheduler|\bDrafts\b", ("test_speculation.py",),
     ),
     "hybrids": Feature(
-        ("engine/hybrid", "messages/recurrent.py", "runner/recurrent.py", "models/gated_delta_net.py",
-         "kernels/gated_delta"),
-        r"HybridBlockManager|RecurrentStates|gated_delta_net",
-        ("test_hybrids.py", "engine/test_snapshots.py", "kernels/test_gated_delta.py"),
+        ("engine/hybrid", "messages/recurrent.py", "runner/recurrent.py", "models/recurrent/mixer.py",
+         "models/recurrent/gated_delta_net", "models/recurrent/short_conv", "kernels/gated_delta", "kernels/short_conv",
+         "kernels/recurrent"),
+        r"HybridBlockManager|RecurrentStates|gated_delta_net|short_conv",
+        ("test_hybrids.py", "engine/test_snapshots.py", "kernels/test_gated_delta.py", "kernels/test_short_conv.py",
+         "kernels/chunks.py"),
+    ),
+    "gated_delta_net": Feature(
+        ("models/recurrent/gated_delta_net", "kernels/gated_delta"), r"gated_delta_net",
+        ("test_hybrids.py", "kernels/test_gated_delta.py"),
+    ),
+    "short_conv": Feature(
+        ("models/recurrent/short_conv", "kernels/short_conv"), r"short_conv",
+        ("test_hybrids.py", "kernels/test_short_conv.py"),
     ),
     "cascade": Feature(
         ("runner/cascade.py",), r"\bCascade\b", ("test_shared_prefixes.py", "runner/test_cascade.py"),

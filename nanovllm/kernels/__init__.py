@@ -19,6 +19,7 @@ OPS = {
     "embed": "embedding",
     "rms_norm": "linear.norm",
     "add_post_norm": "linear.norm",
+    "add_branch_norms": "linear.norm",
     "qk_rms_norm": "linear.norm",
     "act_and_mul": "linear.silu_and_mul",
     "padded_head_dim": "linear.norm_rope_store",

@@ -7,7 +7,7 @@ transitive. Before the wait, read only memory that no kernel in flight writes (w
 synchronize or launch a kernel without PDL first.
 
 Exceptions: decode and prefix attention and norm_rope_store read request indices, lengths, block tables, prefix groups,
-scales of the KV cache, positions and slots before the wait. So does a decode step of the gated delta net, which also
+scales of the KV cache, positions and slots before the wait. So does a decode step of a recurrent layer, which also
 reads the previous step's states. The embedding, an ordinary launch, separates them from their writers: it starts when
 all earlier grids have completed, and no later grid starts before it. Programs of decode attention without work exit
 without the wait; one always has work, so its grid waits, and signals launch_dependents only after that.
@@ -125,14 +125,20 @@ def num_sms(device):
 
 
 @functools.cache
+def shared_kib(device):
+    """KiB of shared memory that a program may use: 99 on RTX 30, 40 and 50, 163 on the A100, 227 on Hopper and B200."""
+    if device.type != "cuda":
+        return 227
+    if WITHOUT_HOPPER:
+        return 99
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 0) >> 10  # ROCm has no such property
+
+
+@functools.cache
 def has_large_shared_memory(device):
     """Whether a program may use 160 KB of shared memory, for the largest tiles: data-centre GPUs, not RTX 30 and 40."""
-    if device.type != "cuda":
-        return True
-    if WITHOUT_HOPPER:
-        return False
-    properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 0) >= 160 << 10  # ROCm has no such property
+    return shared_kib(device) >= 160
 
 
 def has_inline_asm(device):

@@ -73,7 +73,7 @@ class FlashAttentionBackend:
 
 
 MAX_GQA_GROUP = 16  # query heads per KV head: the rows of one tl.dot in the decode kernel
-MAX_HEAD_DIM = 256  # tiles of wider heads do not fit into shared memory; flash-attn's limit too
+MAX_HEAD_DIM = {"triton": 512, "flash_attn": 256}  # tiles of wider heads do not fit into shared memory
 
 
 def select_backend(
@@ -94,12 +94,12 @@ def select_backend(
             f"attention_backend='triton': the model has {gqa_group} query heads for each KV head, and the kernels take "
             f"at most {MAX_GQA_GROUP}. Use 'auto', 'flash_attn' or 'sdpa'."
         )
-    if name in ("triton", "flash_attn") and head_dim > MAX_HEAD_DIM:
+    if head_dim > MAX_HEAD_DIM.get(name, head_dim):
         raise ConfigError(
             f"attention_backend={name!r}: the model has heads of {head_dim}, and the kernels take at most "
-            f"{MAX_HEAD_DIM}. Use 'auto' or 'sdpa'."
+            f"{MAX_HEAD_DIM[name]}. Use 'auto' or 'sdpa'."
         )
-    if name == "sdpa" or (name == "auto" and (gqa_group > MAX_GQA_GROUP or head_dim > MAX_HEAD_DIM)):
+    if name == "sdpa" or (name == "auto" and (gqa_group > MAX_GQA_GROUP or head_dim > MAX_HEAD_DIM["triton"])):
         return plain
     if name == "flash_attn":
         if dtype == torch.float32:

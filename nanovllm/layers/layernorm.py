@@ -17,6 +17,8 @@ class RMSNorm(nn.Module):
         shard: the part of w that is this rank's, and its order.
     """
 
+    sum_scale: nn.Parameter | None  # [1], multiplies the sum of ``add_to``; its owner loads it
+
     def __init__(self, size: int, eps: float = 1e-6, offset: float = 0.0, scale: float = 1.0,
                  shard: Shard | None = None):
         super().__init__()
@@ -24,10 +26,11 @@ class RMSNorm(nn.Module):
         dtype = torch.get_default_dtype() if offset == 0 and scale == 1 else torch.float32
         self.weight = nn.Parameter(torch.ones(size, dtype=dtype), requires_grad=False)
         self.weight.weight_loader = self.weight_loader  # type: ignore[attr-defined]
+        self.register_parameter("sum_scale", None)
         self.ops = kernels.select()
 
     def weight_loader(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: None = None) -> None:
-        copy_shard(param, loaded, 0, *self.shard[1:])
+        copy_shard(param, loaded, 0, *self.shard.place, self.shard.order)
         param.add_(self.offset).mul_(self.scale)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -36,7 +39,7 @@ class RMSNorm(nn.Module):
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual + norm(x), all [T, size]; ``residual`` may be overwritten."""
-        return self.ops.add_post_norm(x, self.weight, self.eps, residual)
+        return self.ops.add_post_norm(x, self.weight, self.eps, residual, self.sum_scale)
 
 
 def norm_all_heads(qkv: torch.Tensor, q_norm: RMSNorm, k_norm: RMSNorm, tp: TPGroup) -> torch.Tensor:

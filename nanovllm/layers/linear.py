@@ -21,7 +21,7 @@ from nanovllm import kernels
 from nanovllm.distributed.group import SINGLE_RANK, TPGroup
 from nanovllm.kernels.linear.reference import QKVEpilogue, Weight
 from nanovllm.layers.layernorm import RMSNorm, norm_all_heads
-from nanovllm.layers.weight_loader import HeadOrders, Shards, copy_bias, copy_shard
+from nanovllm.layers.weight_loader import HeadOrders, Shards, copy_bias, copy_shard, multiply
 from nanovllm.quantization.weights import add_weight, new_bias, shared_rows
 from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
@@ -92,14 +92,17 @@ class QKVParallelLinear(MergedColumnParallelLinear):
     """Query, key and value projections as a single product; ``shard_id`` is "q", "k" or "v".
 
     ``orders``: order of the dimensions of each head; ``head_dim`` includes padding. ``has_gate``: the checkpoint's
-    q_proj has a gate after the query of each head. Here all gates come last.
+    q_proj has a gate after the query of each head. Here all gates come last. ``k_is_v``: it has no v_proj, and k_proj
+    is both. Without KV heads there is q alone.
     """
 
     def __init__(self, hidden_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool = False,
                  tp: TPGroup = SINGLE_RANK, precision: Any = None, orders: HeadOrders = HeadOrders(),
-                 has_gate: bool = False):
-        shards = Shards.of_heads(head_dim, num_heads, num_kv_heads, tp.rank, tp.size, orders, has_gate)
+                 has_gate: bool = False, k_is_v: bool = False):
+        shards = Shards.of_heads(head_dim, num_heads, num_kv_heads, tp.rank, tp.size, orders, has_gate, k_is_v)
         super().__init__(hidden_size, shards, bias, tp, precision)
+        for param in self.parameters():  # parts that a checkpoint has
+            param.shard_ids = "qk"[: 1 + (num_kv_heads > 0)] if k_is_v or not num_kv_heads else "qkv"  # type: ignore[attr-defined]
         self.head_dim, self.orders = head_dim, orders
         q_size, kv_size, _, *gates = shards.sizes
         self.num_heads, self.num_kv_heads, self.num_gates = q_size // head_dim, kv_size // head_dim, sum(gates)
@@ -140,5 +143,4 @@ class RowParallelLinear(ReplicatedLinear):
         else:
             order = None if param is self.weight_scale else self.head_order
             copy_shard(param, loaded, 1, self.tp.rank, self.tp.size, order)
-        if self.scale != 1 and param.is_floating_point() and param.dtype.itemsize > 1:  # FP8 has a scale for it
-            param.mul_(self.scale)
+        multiply(param, self.scale)

@@ -63,6 +63,7 @@ class Shard(NamedTuple):
     part: int
     total: int
     order: list[int] | None = None
+    scale: float = 1.0  # multiplies the rows at load
 
     @property
     def place(self) -> tuple[int, int]:
@@ -73,13 +74,16 @@ class Shard(NamedTuple):
         return self.num_rows * self.total // padded * head_dim
 
 
+COPIES = -1
+
+
 class Shards(dict[Any, Shard]):
     """This rank's rows of each part of a merged layer, by shard id, in the order of the parameter."""
 
     def __init__(self, shards: dict[Any, Shard], joined: dict[Any, tuple[tuple, int]] | None = None):
         super().__init__(shards)
         # Shard id of a checkpoint tensor that holds several parts -> (their shard ids, number of groups). The parts'
-        # rows take turns, group by group (head by head); 0 groups: one part after the other.
+        # rows take turns, group by group (head by head); 0 groups: one part after the other; COPIES: they are the same.
         self.joined = {None: (tuple(shards), 0)} | (joined or {})
 
     @classmethod
@@ -91,15 +95,17 @@ class Shards(dict[Any, Shard]):
 
     @classmethod
     def of_heads(cls, head_dim: int, num_heads: int, num_kv_heads: int, rank: int, size: int, orders: HeadOrders,
-                 has_gate: bool) -> "Shards":
+                 has_gate: bool, k_is_v: bool = False) -> "Shards":
         """Heads of "q", "k" and "v", sharded over ranks. The rows of a "gate" follow each head's "q".
 
         With fewer KV heads than ranks, ``size / num_kv_heads`` neighbouring ranks hold a replica of the same KV head.
         """
-        replicas = max(1, size // num_kv_heads)
+        replicas = max(1, size // max(1, num_kv_heads))
         q = Shard(num_heads // size * head_dim, rank, size, orders.qk)
-        k = Shard(max(1, num_kv_heads // size) * head_dim, rank // replicas, size // replicas, orders.qk)
+        k = Shard(-(-num_kv_heads // size) * head_dim, rank // replicas, size // replicas, orders.qk)
         shards = {"q": q, "k": k, "v": k._replace(order=orders.v)}
+        if k_is_v:
+            return cls(shards, {"k": (("k", "v"), COPIES)})
         if not has_gate:
             return cls(shards)
         return cls(shards | {"gate": q._replace(order=orders.v)}, {"q": (("q", "gate"), num_heads)})
@@ -112,8 +118,8 @@ class Shards(dict[Any, Shard]):
     def load(self, param: torch.Tensor, loaded: CheckpointTensor, shard_id: Any = None) -> None:
         """Copy this rank's rows of a part, or of the parts that ``loaded`` holds."""
         names, num_groups = self.joined.get(shard_id, ((shard_id,), 0))
-        tensors = [loaded]
-        if len(names) > 1:
+        tensors = [loaded] * len(names)
+        if len(names) > 1 and num_groups != COPIES:
             sizes = [self[name].num_rows_in_checkpoint() for name in names]
             if num_groups:
                 whole = loaded.fit([sum(sizes), *param.shape[1:]])  # FP8 scales: of each row
@@ -122,8 +128,15 @@ class Shards(dict[Any, Shard]):
                 tensors = split_rows(loaded, sizes)
         rows = dict(zip(self, param.split(self.sizes), strict=True))
         for name, tensor in zip(names, tensors, strict=True):
-            _, part, total, order = self[name]
+            _, part, total, order, scale = self[name]
             copy_shard(rows[name], tensor, 0, part, total, order)
+            multiply(rows[name], scale)
+
+
+def multiply(param: torch.Tensor, scale: float) -> None:
+    """Scale a loaded weight, bias or scale of a weight; FP8 and integers have a scale for it."""
+    if scale != 1 and param.is_floating_point() and param.dtype.itemsize > 1:
+        param.mul_(scale)
 
 
 def row_loader(part: int, total: int) -> Callable[..., None]:

@@ -8,6 +8,7 @@
 from typing import Any
 
 from nanovllm.models.families import TOWER, Family
+from nanovllm.models.spellings import of_lfm2, of_mamba2
 
 QWEN: dict[str, Any] = {
     "windows": "late", "reads": ("sliding_window", "use_sliding_window"),
@@ -31,6 +32,37 @@ GEMMA3 = Family(
         "max_position_embeddings": 131_072,
     },
     renamed=GEMMA_NORMS,
+)  # fmt: skip
+GEMMA4 = Family(
+    decoder="gemma4", qk_norm="head", v_norm=True, post_norm=True, embed_scaled=True, windows="pattern",
+    experts="softmax", sparse_mlp="dense and experts",
+    reads=(
+        "sliding_window", "final_logit_softcapping", "attention_multiplier", "attention_k_eq_v", "global_head_dim",
+        "num_global_key_value_heads", "per_layer_config", "num_kv_shared_layers", "use_double_wide_mlp",
+        "hidden_size_per_layer_input", "enable_moe_block", "use_bidirectional_attention",
+    ),
+    defaults=GEMMA | {
+        "attention_multiplier": 1.0, "sliding_window": 512, "sliding_window_pattern": 6, "global_head_dim": 512,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262_144, "max_position_embeddings": 131_072,
+        "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        },
+    },
+    renamed=(
+        ("language_model.", ""), (".router.proj.", ".mlp.gate."), (".router.scale", ".mlp.gate_norm.weight"),
+        (".router.per_expert_scale", ".mlp.expert_scales"), (".experts.", ".mlp.experts."),
+        ("pre_feedforward_layernorm_2", "mlp.experts_norm"),
+        ("post_feedforward_layernorm_1", "mlp_post_norm.dense_norm"),
+        ("post_feedforward_layernorm_2", "mlp_post_norm.experts_norm"), *GEMMA_NORMS,
+    ),
+    tower=r"(?:model\.)?(?:vision_tower|vision_embedder|embed_vision|audio_tower|embed_audio)\..+",
+)  # fmt: skip
+GEMMA4_UNIFIED = GEMMA4._replace(
+    defaults=GEMMA4.defaults | {
+        "sliding_window": 1024, "max_position_embeddings": 262_144, "hidden_size_per_layer_input": 0,
+    },
 )  # fmt: skip
 POST = (("post_attention_layernorm", "mixer_post_norm"), ("post_feedforward_layernorm", "mlp_post_norm"))
 EPS = {"rms_norm_eps": 1e-5}
@@ -73,10 +105,43 @@ QWEN3_NEXT_MOE: dict[str, Any] = {
     "experts": "softmax", "has_shared_gate": True,
     "defaults": QWEN3_NEXT.defaults | {"shared_expert_intermediate_size": 512},
 }  # fmt: skip
+MAMBA2 = ((".conv1d.weight", ".conv_weight"), (".conv1d.bias", ".conv_bias"), (".mamba.norm.", ".mamba.gate_norm."))
+GRANITE_MAMBA2 = Family(
+    recurrent="mamba2", spelled=of_mamba2,
+    reads=("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling",
+           "position_embedding_type", "no_rope_layers"),
+    defaults={
+        "attention_multiplier": 1.0, "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256,
+        "mamba_d_conv": 4, "mamba_expand": 2, "shared_intermediate_size": 1024,
+    },
+    renamed=(*MAMBA2, (".shared_mlp.input_linear.", ".mlp.gate_up_proj."),
+             (".shared_mlp.output_linear.", ".mlp.down_proj.")),
+)
+FALCON_H1 = Family(
+    recurrent="mamba2", spelled=of_mamba2,
+    reads=("embedding_multiplier", "lm_head_multiplier", "key_multiplier", "attention_in_multiplier",
+           "attention_out_multiplier", "mlp_multipliers", "position_embedding_type", "no_rope_layers"),
+    defaults=EPS | {
+        "position_embedding_type": "rope", "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256,
+        "mamba_d_conv": 4, "mamba_d_ssm": 1024, "mamba_rms_norm": False, "mamba_norm_before_gate": True,
+        "max_position_embeddings": 8192,
+    },
+    renamed=(*MAMBA2, (".feed_forward.", ".mlp."), ("pre_ff_layernorm", "post_attention_layernorm"),
+             ("final_layernorm", "norm")),
+)
 QWEN3_5 = QWEN3_NEXT._replace(
     groups_delta_inputs=False,
     renamed=(("language_model.", ""), (".conv1d.weight", ".conv_weight")), skipped=r"mtp\..*", tower=TOWER,
 )
+LFM2 = Family(
+    qk_norm="head", recurrent="short_conv", spelled=of_lfm2,
+    defaults={"conv_L_cache": 3, "rope_theta": 1e6, "block_auto_adjust_ff_dim": True, "tie_word_embeddings": True,
+              "max_position_embeddings": 128_000, "eos_token_id": 2},
+    renamed=((".conv.conv.weight", ".conv.conv_weight"), ("operator_norm", "input_layernorm"),
+             ("ffn_norm", "post_attention_layernorm"), ("embedding_norm", "norm"), (".feed_forward.", ".mlp."),
+             *MIXTRAL[1:], (".self_attn.out_proj", ".self_attn.o_proj"), ("q_layernorm", "q_norm"),
+             ("k_layernorm", "k_norm")),
+)  # fmt: skip
 
 MODELS = {
     "LlamaForCausalLM": Family(),
@@ -105,6 +170,16 @@ MODELS = {
         reads=("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
         defaults={"attention_multiplier": 1.0},
     ),
+    "GraniteMoeHybridForCausalLM": GRANITE_MAMBA2._replace(
+        experts="softmax", without_experts=GRANITE_MAMBA2,
+        renamed=(*MAMBA2, (".shared_mlp.input_linear.", ".mlp.shared_expert.gate_up_proj."),
+                 (".shared_mlp.output_linear.", ".mlp.shared_expert.down_proj."),
+                 (".block_sparse_moe.router.layer.", ".mlp.gate."), (".block_sparse_moe.router.", ".mlp.gate."),
+                 (".block_sparse_moe.input_linear.weight", ".mlp.experts.gate_up_proj"),
+                 (".block_sparse_moe.output_linear.weight", ".mlp.experts.down_proj"),
+                 (".block_sparse_moe.", ".mlp.")),
+    ),
+    "FalconH1ForCausalLM": FALCON_H1,
     "SeedOssForCausalLM": Family(
         reads=("attention_out_bias",), defaults={"head_dim": 128, "attention_bias": True, "attention_out_bias": False}
     ),
@@ -137,6 +212,8 @@ MODELS = {
     ),
     "Gemma3ForCausalLM": GEMMA3,
     "Gemma3ForConditionalGeneration": GEMMA3._replace(renamed=VISION["renamed"] + GEMMA3.renamed, tower=TOWER),
+    **dict.fromkeys(("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), GEMMA4),
+    **dict.fromkeys(("Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"), GEMMA4_UNIFIED),
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": OLMO2._replace(
         windows="pattern", plain_window_rope=True, reads=("sliding_window",),
@@ -207,4 +284,10 @@ MODELS = {
     "Qwen3_5ForConditionalGeneration": QWEN3_5,
     "Qwen3_5MoeForCausalLM": QWEN3_5._replace(**QWEN3_NEXT_MOE),
     "Qwen3_5MoeForConditionalGeneration": QWEN3_5._replace(**QWEN3_NEXT_MOE),
+    "Lfm2ForCausalLM": LFM2,
+    "Lfm2MoeForCausalLM": LFM2._replace(
+        experts="sigmoid", has_correction_bias=True, choice_eps=1e-6, reads=("routed_scaling_factor",),
+        defaults=LFM2.defaults | {"block_auto_adjust_ff_dim": False, "num_dense_layers": 2},
+        renamed=(*LFM2.renamed, (".mlp.expert_bias", CORRECTION)),
+    ),
 }  # fmt: skip

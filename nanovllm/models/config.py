@@ -4,10 +4,11 @@
 """
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.errors import ConfigError
 from nanovllm.models.families import Family
+from nanovllm.models.recurrent import RecurrentConfig
 from nanovllm.models.rope import RopeScaling
 from nanovllm.quantization.fields import linears
 from nanovllm.quantization.fp8.rules import RENAMED_TENSORS, UNUSED_TENSORS, Fp8
@@ -32,28 +33,41 @@ class MoEConfig:
     swiglu_limit: float = 0.0  # limit of the clamped SwiGLU; 0: the model's own activation
 
 
-@dataclass(frozen=True)
-class GatedDeltaConfig:
-    """The gated delta net of the recurrent layers."""
+class Scales(NamedTuple):
+    """Factors of a layer's products, folded into weights; ``residual_scale`` comes on top."""
 
-    num_key_heads: int
-    num_value_heads: int  # a multiple of ``num_key_heads``
-    key_dim: int  # per head
-    value_dim: int  # per head
-    conv_size: int  # tokens that the convolution before it sees
+    attention: float = 1.0  # factor of its result
+    gate: float = 1.0  # factor of the MLP's gate before the activation
+    mlp: float = 1.0  # factor of its result
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """The switches of one decoder layer."""
+    """The shape and the switches of one decoder layer."""
 
-    mixer: str = "attention"  # how tokens see each other, a key of ``MIXERS``
+    mixer: str = "attention"  # how tokens see each other, a key of ``MIXERS``; "": they do not
     window: int = 0  # tokens that a token attends to, itself included; 0: all before it
     rope: RopeScaling | None = None  # None: positions are not rotated (NoPE)
-    mlp: str = "dense"  # a key of ``MLPS``
+    mlp: str = "dense"  # a key of ``MLPS``; "": none
+    head_dim: int = 0  # of attention, as the next two fields
+    num_key_value_heads: int = 0
+    keys_are_values: bool = False  # values are the keys before their norm and RoPE
+    intermediate_size: int = 0
+    kind: str = "full_attention"  # its name in ``layer_types``
+    shares_kv: bool = False  # it attends to the keys and values of the last layer of its kind that has its own
     fp8_linears: frozenset[str] = frozenset()  # keys of ``linears`` whose layers are FP8
     # by key of ``linears``, or by part where parts differ; these become 16 bits
     packed_schemes: tuple[tuple[str, "PackedScheme"], ...] = ()
+
+    @property
+    def attends(self) -> bool:
+        """Whether it has keys and values, maybe beside a state."""
+        return self.mixer.endswith("attention")
+
+    @property
+    def num_stored_heads(self) -> int:
+        """KV heads that this layer stores."""
+        return 0 if self.shares_kv else self.num_key_value_heads
 
     def for_length(self, max_model_len: int) -> "LayerConfig":
         """Adapt to requests of at most ``max_model_len`` tokens: a window that holds them all is dropped."""
@@ -70,8 +84,6 @@ class ModelConfig:
     hidden_size: int
     intermediate_size: int
     num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
     tie_word_embeddings: bool
@@ -84,6 +96,7 @@ class ModelConfig:
     attention_softcap: float  # scores x are cap * tanh(x / cap); 0: as they are
     logit_softcap: float  # the same for logits
     embed_scale: float  # factor of the embeddings
+    per_layer_size: int  # size of the embedding that each layer gets of each token besides; 0: none
     residual_scale: float  # factor of the results of attention and MLP
     logit_scale: float  # factor of the logits
     layers: tuple[LayerConfig, ...]  # the decoder's layers, first to last
@@ -92,7 +105,7 @@ class ModelConfig:
     num_labels: int  # outputs of a classification head; 0 without one
     activation: str  # activation of those outputs: "softmax", "sigmoid" or "" for none
     label_tokens: tuple[str, ...]  # a reranker's tokens whose logits are its head, the answer "no" first
-    gated_delta: GatedDeltaConfig | None  # None without recurrent layers
+    recurrent: RecurrentConfig | None  # None without recurrent layers
     num_nextn_predict_layers: int  # layers for speculation, which the checkpoint stores after the others
     quant_method: str | None  # the checkpoint's format; None: not quantized. "mxfp4": its experts are MXFP4
     # Width and height of the square of FP8 weights that share a scale; 0: a scale for each output feature; None: no
@@ -100,8 +113,23 @@ class ModelConfig:
     fp8: int | None
     dtype: str
     eos_token_ids: tuple[int, ...]
+    scales: Scales = Scales()
 
     model_class = "nanovllm.models.decoder.CausalLM"
+
+    @property
+    def attention_layers(self) -> tuple[LayerConfig, ...]:
+        return tuple(layer for layer in self.layers if layer.attends)
+
+    @property
+    def head_dim(self) -> int:
+        """Size of the largest heads."""
+        return max(layer.head_dim for layer in self.attention_layers)
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """KV heads of the layers that have the fewest."""
+        return min(layer.num_key_value_heads for layer in self.attention_layers)
 
     @property
     def num_hidden_layers(self) -> int:
@@ -114,7 +142,7 @@ class ModelConfig:
     @property
     def ropes(self) -> tuple[RopeScaling | None, ...]:
         """Rotary settings of the attention layers; None: not rotated."""
-        return tuple(layer.rope for layer in self.layers if layer.mixer == "attention")
+        return tuple(layer.rope for layer in self.attention_layers)
 
     def for_length(self, max_model_len: int) -> "ModelConfig":
         """Adapt the layers to requests of at most ``max_model_len`` tokens."""
@@ -134,7 +162,7 @@ class ModelConfig:
                 f"quantization='fp8', but the checkpoint's weights are {noun} ({self.quant_method}). "
                 "Leave it out, or take the 16-bit checkpoint."
             )
-        names = frozenset(linears(self.moe.num_experts if self.moe else 0, self.gated_delta is not None))
+        names = frozenset(linears(self.moe.num_experts if self.moe else 0, self.family.recurrent))
         layers = tuple(replace(layer, fp8_linears=names) for layer in self.layers)
         return self if self.quant_method else replace(self, layers=layers, fp8=0)
 
@@ -159,6 +187,10 @@ class ModelConfig:
         """A regular expression of the tensors that checkpoints may hold and the model does without."""
         unused = [r".*rotary_emb\.inv_freq", self.family.skipped or r"(?!)"]
         unused += [self.family.tower] * (not has_tower and self.family.tower != "")
+        unused += [
+            rf"model\.(language_model\.)?layers\.{i}\.self_attn\.([kv]_proj|[kv]_norm)\..*"
+            for i, layer in enumerate(self.layers) if layer.shares_kv
+        ]  # fmt: skip
         drafts = range(self.num_hidden_layers, self.num_hidden_layers + self.num_nextn_predict_layers)
         unused += [rf"model\.(language_model\.)?layers\.{i}\..*" for i in drafts]
         unused += [UNUSED_TENSORS] * (self.fp8 is not None)
@@ -181,11 +213,11 @@ class ModelConfig:
     def prove(self, model: Any, block_size: int, captures: bool = False, rehearses: bool = False) -> None:
         """Compare a loaded model with its original. Rows need none: tests compare them with transformers."""
 
-    def check_padded_heads(self, padded: int) -> None:
+    def check_padded_heads(self, head_dim: int, padded: int) -> None:
         """Raise ConfigError unless heads padded with zeros to size ``padded`` give the model's numbers."""
-        if padded == self.head_dim:
+        if padded == head_dim:
             return
-        what = f"the model's heads of {self.head_dim} are padded with zeros to {padded} for the GPU's kernels, and"
+        what = f"the model's heads of {head_dim} are padded with zeros to {padded} for the GPU's kernels, and"
         if self.qk_norm:
             raise ConfigError(f"{what} its norms of q and k would count them. Use device='cpu', which pads nothing.")
         fp8_linears = frozenset().union(*(layer.fp8_linears for layer in self.layers))
@@ -205,7 +237,7 @@ class ModelConfig:
             ("intermediate units", self.intermediate_size),
             ("intermediate units of an expert", self.moe.expert_size if self.moe else 0),
             ("intermediate units of the shared expert", self.moe.shared_size if self.moe else 0),
-            ("key heads of linear attention", self.gated_delta.num_key_heads if self.gated_delta else 0),
+            *(self.recurrent.divided() if self.recurrent else ()),
         ):
             if count % size:
                 raise ConfigError(f"tensor_parallel_size={size} must divide the model's {count} {what}.")
@@ -219,8 +251,9 @@ class ModelConfig:
                 f"tensor_parallel_size={size} must leave each rank a multiple of {GROUP} of the "
                 f"{self.moe.expert_size} intermediate units of an expert, which share a scale of MXFP4."
             )
-        if self.num_key_value_heads % size and size % self.num_key_value_heads:
-            raise ConfigError(
-                f"tensor_parallel_size={size} must divide the model's {self.num_key_value_heads} KV heads, "
-                "or be a multiple of their number."
-            )
+        for heads in {layer.num_key_value_heads: None for layer in self.attention_layers}:
+            if heads % size and size % heads:
+                raise ConfigError(
+                    f"tensor_parallel_size={size} must divide the model's {heads} KV heads, "
+                    "or be a multiple of their number."
+                )

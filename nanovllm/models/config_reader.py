@@ -12,9 +12,10 @@ from typing import Any
 
 from nanovllm.errors import CheckpointError
 from nanovllm.models import MODELS
-from nanovllm.models.config import GatedDeltaConfig, LayerConfig, ModelConfig, MoEConfig
+from nanovllm.models.config import LayerConfig, ModelConfig, MoEConfig, Scales
 from nanovllm.models.families import SWITCHES, Family
-from nanovllm.models.kinds import MIXERS, READERS, load_kind
+from nanovllm.models.kinds import READERS, RECURRENT, load_kind
+from nanovllm.models.recurrent import RecurrentConfig
 from nanovllm.models.rope import DEFAULT_MAX_POSITION, OBJECT, POSITIVE, SIZE, RopeScaling, supported
 from nanovllm.quantization import read_quantization
 from nanovllm.utils.checkpoint import TOKEN_IDS, read_json, tensor_names
@@ -52,29 +53,41 @@ ARCHITECTURES = Rule(
     f"one of {', '.join(MODELS)} (others are not supported)",
     lambda x: isinstance(x, (list, tuple)) and len(x) == 1 and isinstance(x[0], str) and with_lm_head(x[0]) in MODELS,
 )
-LAYER_TYPES = list_of(
-    choice("full_attention", "sliding_attention", "linear_attention"),
-    "a list of 'full_attention', 'sliding_attention' or 'linear_attention' (others are not supported)",
-)
+
+
+def layer_types(*recurrent: str) -> Rule:
+    names = ("full_attention", "sliding_attention", *recurrent)
+    listed = f"{', '.join(map(repr, names[:-1]))} or {names[-1]!r}"
+    return list_of(choice(*names), f"a list of {listed} (others are not supported)")
+
+
 
 
 RULES = by_field(
-    ("layer_types", LAYER_TYPES),
+    ("layer_types", layer_types("linear_attention")),
     ("hidden_act", supported(*ACTIVATIONS)),
     ("vocab_size hidden_size intermediate_size num_attention_heads max_position_embeddings", SIZE),
     ("num_hidden_layers", LAYERS),
     ("num_key_value_heads head_dim no_rope_layer_interval", optional(SIZE)),
+    ("num_global_key_value_heads global_head_dim", optional(SIZE)),
     ("rms_norm_eps", POSITIVE),
     ("rope_local_base_freq query_pre_attn_scalar attention_multiplier", optional(POSITIVE)),
     ("attn_logit_softcapping final_logit_softcapping", optional(POSITIVE)),
-    ("embedding_multiplier residual_multiplier logits_scaling", SCALE),
+    ("embedding_multiplier residual_multiplier logits_scaling lm_head_multiplier key_multiplier", SCALE),
+    ("attention_in_multiplier attention_out_multiplier", SCALE),
+    ("mlp_multipliers", Rule("a list of two positive numbers",
+                             lambda x: x is None or (len(x) == 2 and all(map(POSITIVE.accepts, x))),
+                             lambda x: tuple(x or (1.0, 1.0)))),
     ("sliding_window max_window_layers", COUNT),
+    ("num_kv_shared_layers hidden_size_per_layer_input vocab_size_per_layer_input", COUNT),
     ("num_nextn_predict_layers", MTP_LAYERS),
     ("tie_word_embeddings attention_bias mlp_bias use_bias use_qk_norm", FLAG),
+    ("attention_k_eq_v use_double_wide_mlp", FLAG),
+    ("use_bidirectional_attention", supported(None, False, "vision")),  # of images alone
     ("attention_out_bias qkv_bias use_sliding_window", optional(BOOLEAN)),
     ("dtype", supported(*DTYPES)),
     ("eos_token_id", TOKEN_IDS),
-    ("rope_parameters rope_scaling id2label", OBJECT),
+    ("rope_parameters rope_scaling id2label per_layer_config", OBJECT),
     ("sliding_window_pattern", PATTERN),
     ("problem_type", choice(None, *PROBLEMS)),
     ("classifier_from_token", list_of(Rule("", lambda x: isinstance(x, str)), "a list of two tokens")),
@@ -94,16 +107,16 @@ MOE_RULES = by_field(
     ("swiglu_limit", optional(POSITIVE)),
 )
 MOE_NAMES = (  # names of the same field; the first is ours
-    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), ("num_experts_per_tok", "moe_k"),
+    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    ("num_experts_per_tok", "moe_k", "top_k_experts"),
     ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
-    ("routed_scaling_factor", "router_scaling_factor"), ("first_k_dense_replace", "moe_layer_start_index"),
+    ("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size"),
+    ("routed_scaling_factor", "router_scaling_factor"),
+    ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"),
     ("decoder_sparse_step", "moe_layer_interval"),
 )  # fmt: skip
-DELTA_RULES = by_field(
-    ("linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim", SIZE),
-    ("linear_conv_kernel_dim full_attention_interval", SIZE),
-    ("attn_output_gate", optional(choice(True))),
-)
+# by kind of layers with states
+RECURRENT_CONFIGS: dict[str, type[RecurrentConfig]] = {name: load_kind(path) for name, path in RECURRENT.items()}
 # values of absent fields; any other field is required unless its rule allows None
 DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": DEFAULT_MAX_POSITION, "rms_norm_eps": 1e-6}
 
@@ -143,23 +156,25 @@ def model_config(raw: dict[str, Any], files: Sequence[Path] = ()) -> ModelConfig
     ``files``: of the weights.
     """
     family, raw = _normalized(raw)
-    rules = RULES | (MOE_RULES if family.experts else {}) | (DELTA_RULES if family.recurrent else {})
+    recurrent = RECURRENT_CONFIGS.get(family.recurrent)
+    rules = RULES | (MOE_RULES if family.experts else {})
+    rules |= recurrent.rules | {"layer_types": layer_types(*recurrent.mixers)} if recurrent else {}
     given = check_all("config.json", raw, rules, CheckpointError)
-    heads, hidden = given["num_attention_heads"], given["hidden_size"]
-    kv_heads = given["num_key_value_heads"] or heads
-    if heads % kv_heads:
-        raise CheckpointError(f"config.json: {heads} attention heads cannot be shared by {kv_heads} KV heads.")
-    head_dim = given["head_dim"] or hidden // heads
-    check("config.json", "num_attention_heads * head_dim", heads * head_dim or 1, SIZE, CheckpointError)
+    hidden, head_dim = given["hidden_size"], given["head_dim"] or given["hidden_size"] // given["num_attention_heads"]
     quant_method, fp8, weights = read_quantization(raw, family, files)
     layers = _layers(raw, given, family, weights)
     ropes = [rope for rope in dict.fromkeys(layer.rope for layer in layers) if rope]
-    for rope in ropes:
-        rope.check_head(head_dim)
+    for rope, size in dict.fromkeys((layer.rope, layer.head_dim) for layer in layers):
+        if rope:
+            rope.check_head(size)
+    if given["hidden_size_per_layer_input"] and given["vocab_size_per_layer_input"] != given["vocab_size"]:
+        raise CheckpointError("config.json: vocab_size_per_layer_input must be vocab_size.")
     # Qwen's recipe for yarn adds rope_scaling to a config.json and leaves max_position_embeddings
     stretched = [int(rope.factor * rope.original_max_position) for rope in ropes if rope.kind == "yarn"]
     check("config.json", "factor * original_max_position_embeddings", max([1, *stretched]), SIZE, CheckpointError)
     bias = given["attention_bias"] or given["use_bias"]
+    if bias and given["attention_in_multiplier"] != 1:  # it multiplies no bias
+        raise CheckpointError("config.json: attention_bias=True is not supported with an attention_in_multiplier.")
     qkv_bias = family.qkv_bias if given["qkv_bias"] is None else given["qkv_bias"]
     o_bias = given["attention_out_bias"] if family.o_bias is None else family.o_bias
     divisor = given["query_pre_attn_scalar"] or head_dim
@@ -171,27 +186,31 @@ def model_config(raw: dict[str, Any], files: Sequence[Path] = ()) -> ModelConfig
     num_labels = 0 if has_lm_head or name.endswith(BARE) else len(given["id2label"] or (0, 1))
     given |= {
         "family": family,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
         "max_position_embeddings": max(given["max_position_embeddings"], *stretched, 0),
         "qkv_bias": bias if qkv_bias is None else qkv_bias,
         "o_bias": bias if o_bias is None else o_bias,
         "mlp_bias": given["mlp_bias"] or given["use_bias"],
         "act": ACTIVATIONS[given["hidden_act"]],
         "qk_norm": family.qk_norm or "head" * given["use_qk_norm"],
-        "attention_scale": given["attention_multiplier"] or divisor**-0.5,
+        # a factor of the input of q, k and v is one of the scores, squared, and of the result
+        "attention_scale": (given["attention_multiplier"] or divisor**-0.5) * given["key_multiplier"]
+        * given["attention_in_multiplier"] ** 2,
+        "scales": Scales(
+            given["attention_in_multiplier"] * given["attention_out_multiplier"], *given["mlp_multipliers"]
+        ),
         "attention_softcap": given["attn_logit_softcapping"] or 0.0,
         "logit_softcap": given["final_logit_softcapping"] or 0.0,
         "embed_scale": hidden**0.5 if family.embed_scaled else given["embedding_multiplier"],
+        "per_layer_size": given["hidden_size_per_layer_input"],
         "residual_scale": given["residual_multiplier"],
-        "logit_scale": 1 / given["logits_scaling"] if has_lm_head else 1.0,
+        "logit_scale": given["lm_head_multiplier"] / given["logits_scaling"] if has_lm_head else 1.0,
         "layers": layers,
         "moe": _moe(given, family) if family.experts else None,
         "has_lm_head": has_lm_head,
         "num_labels": num_labels,
         "activation": LABEL_ACTIVATIONS.get(given["problem_type"], "softmax" if num_labels > 1 else "sigmoid"),
         "label_tokens": label_tokens,
-        "gated_delta": _gated_delta(given) if family.recurrent else None,
+        "recurrent": recurrent.read(given) if recurrent else None,
         "quant_method": quant_method,
         "fp8": fp8,
         "eos_token_ids": given["eos_token_id"],
@@ -206,6 +225,8 @@ def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     """
     (name,) = check("config.json", "architectures", raw.get("architectures"), ARCHITECTURES, CheckpointError)
     family, name = MODELS[with_lm_head(name)], with_lm_head(name)
+    if family.recurrent and family.recurrent not in RECURRENT:
+        raise CheckpointError(f"config.json: layers of kind {family.recurrent!r} are not supported here.")
     # the language model's fields, in a model that also has a vision tower
     text = check("config.json", "text_config", raw.get("text_config"), OBJECT, CheckpointError) or {}
     kept = ("architectures", "eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
@@ -213,24 +234,30 @@ def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     has_rope = any((raw | text).get(field) for field in ("rope_parameters", "rope_scaling"))
     defaults = {field: value for field, value in family.defaults.items() if field != "rope_parameters" or not has_rope}
     raw = {**DEFAULTS, **defaults, **raw, **text, **outer}
+    raw |= family.spelled(raw) if family.spelled else {}
     raw["dtype"] = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if raw.get("rotary_dim") and raw.get("partial_rotary_factor") is None:  # MiniMax's form
         sizes = check_all("config.json", raw, {"rotary_dim": SIZE, "head_dim": SIZE}, CheckpointError)
         raw["partial_rotary_factor"] = sizes["rotary_dim"] / sizes["head_dim"]
+    if family.without_experts and not any(raw.get(field) for field in MOE_NAMES[0]):
+        family = family.without_experts
+        raw["intermediate_size"] = raw.get("shared_intermediate_size", raw.get("intermediate_size"))
     if raw.get("tie_word_embeddings") is None:
         raw["tie_word_embeddings"] = family.defaults.get("tie_word_embeddings")
     if raw["hidden_act"] in (None, "gelu"):  # Gemma's old files say so, and mean the tanh form
         raw["hidden_act"] = family.defaults.get("hidden_act", raw["hidden_act"])
     raw["hidden_act"] = raw.get("hidden_activation") or raw["hidden_act"]
+    if "enable_moe_block" in family.reads and not raw.get("enable_moe_block"):
+        family = family._replace(experts="")
     if family.experts:
         for names in MOE_NAMES:
             raw[names[0]] = next((raw[name] for name in names if raw.get(name) is not None), None)
         raw["moe_intermediate_size"] = raw.get("moe_intermediate_size") or raw.get("intermediate_size")
         raw["intermediate_size"] = raw.get("intermediate_size") or raw["moe_intermediate_size"]  # no dense layers
-    switches = {
-        **({} if family.experts else dict.fromkeys(MOE_NAMES[0], (0, 1))),
-        **({} if family.recurrent else dict.fromkeys(DELTA_RULES, ())), **SWITCHES,
-    }  # fmt: skip
+    switches: dict[str, tuple] = {} if family.experts else dict.fromkeys(MOE_NAMES[0], (0, 1))
+    for kind, recurrent in RECURRENT_CONFIGS.items():
+        switches |= {} if kind == family.recurrent else dict.fromkeys(recurrent.rules, ())
+    switches |= SWITCHES
     for switch, neutral in switches.items():
         value = raw.get(switch)
         is_off = switch == "sliding_window" and raw.get("use_sliding_window") is False
@@ -243,47 +270,96 @@ def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
 def _layers(raw: dict[str, Any], given: dict[str, Any], family: Family,
             weights: list[dict[str, Any]]) -> tuple[LayerConfig, ...]:
     window = 0 if given["use_sliding_window"] is False else given["sliding_window"]
-    kinds = _kinds(given, family, window)
-    if family.recurrent and family.recurrent not in MIXERS:
-        raise CheckpointError(f"config.json: layers of kind {family.recurrent!r} are not supported here.")
-    assert not (family.experts and family.post_norm), "experts add the residual themselves"
+    recurrent = RECURRENT_CONFIGS.get(family.recurrent)
+    kinds = _kinds(given, family, recurrent, window)
+    mixers, mlps = (recurrent.mixers, recurrent.mlps) if recurrent else ({}, {})
+    assert not (family.experts and family.post_norm and family.sparse_mlp == "experts"), "they add the residual"
     windows = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
     ropes = _ropes(raw, given, family, windows)
-    mlps = ["experts" if family.experts and _is_sparse(given, i) else "dense" for i in range(len(kinds))]
-    return tuple(
-        LayerConfig(family.recurrent, 0, None, mlp, **of_layer) if kind == "linear_attention"
-        else LayerConfig("attention", width, rope, mlp, **of_layer)
-        for kind, width, rope, mlp, of_layer in zip(kinds, windows, ropes, mlps, weights, strict=True)
-    )  # fmt: skip
+    num_shared, layers = given["num_kv_shared_layers"], []
+    first_shared = len(kinds) - num_shared
+    if num_shared and not set(kinds[first_shared:]) <= set(kinds[: max(0, first_shared)]):
+        raise CheckpointError(
+            f"config.json: num_kv_shared_layers={num_shared} leaves no layer of a kind with keys and values of its own."
+        )
+    for i, (kind, window, rope, heads) in enumerate(zip(kinds, windows, ropes, _heads(given, kinds), strict=True)):
+        mixer, shares = mixers.get(kind, "attention"), i >= first_shared
+        own: dict[str, Any] = {
+            "mlp": mlps.get(kind, family.sparse_mlp if family.experts and _is_sparse(given, i) else "dense"),
+            "intermediate_size": given["intermediate_size"] * (2 if shares and given["use_double_wide_mlp"] else 1),
+            **weights[i],
+        }  # fmt: skip
+        if not mixer.endswith("attention"):
+            layers.append(LayerConfig(mixer, **own))
+            continue
+        is_same = given["attention_k_eq_v"] and kind == "full_attention"
+        of_group = {"kind": kind, "shares_kv": shares} if num_shared else {}
+        layers.append(LayerConfig(mixer, window, rope, **heads, keys_are_values=is_same, **of_group, **own))
+    return tuple(layers)
 
 
-def _kinds(given: dict[str, Any], family: Family, window: int) -> tuple[str, ...]:
+def _heads(given: dict[str, Any], kinds: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Sizes of heads and numbers of KV heads of the layers."""
+    num_heads, rules = given["num_attention_heads"], by_field(("head_dim num_key_value_heads", optional(SIZE)))
+    plain = {
+        "head_dim": given["head_dim"] or given["hidden_size"] // num_heads,
+        "num_key_value_heads": given["num_key_value_heads"] or num_heads,
+    }  # fmt: skip
+    own, of_full = given["per_layer_config"], {"head_dim": given["global_head_dim"]}
+    if given["attention_k_eq_v"]:
+        of_full["num_key_value_heads"] = given["num_global_key_value_heads"]
+    if own is None:
+        own = {i: of_full for i, kind in enumerate(kinds) if kind == "full_attention"}
+    elif strange := [name for name in own if not name.isdecimal() or int(name) >= len(kinds)]:
+        raise CheckpointError(f"config.json: per_layer_config has {strange[0]!r:.100}, which is no layer.")
+    own = {int(name): changes for name, changes in own.items()}
+    found = []
+    for i in range(len(kinds)):
+        where, changes = f"config.json: per_layer_config: {i}", own.get(i, {})
+        changes = check(where, "fields", changes, OBJECT, CheckpointError) or {}
+        if unknown := {name: value for name, value in changes.items() if name not in rules}:
+            raise CheckpointError(f"{where} has unsupported fields {unknown!r:.300}.")
+        changes = {name: value for name, value in check_all(where, changes, rules, CheckpointError).items() if value}
+        heads = plain | changes
+        head_dim, kv_heads = heads.values()
+        if num_heads % kv_heads:
+            raise CheckpointError(f"config.json: {num_heads} attention heads cannot be shared by {kv_heads} KV heads.")
+        check("config.json", "num_attention_heads * head_dim", num_heads * head_dim or 1, SIZE, CheckpointError)
+        found.append(heads)
+    return found
+
+
+def _kinds(given: dict[str, Any], family: Family, recurrent: type[RecurrentConfig] | None,
+           window: int) -> tuple[str, ...]:
     """The ``layer_types``, as given or by the rule of the family."""
     num_layers, pattern = given["num_hidden_layers"], given["sliding_window_pattern"]
     for name in ("layer_types", "no_rope_layers", "mlp_layer_types"):
         if given.get(name) and len(given[name]) != num_layers:
             raise CheckpointError(f"config.json: {name} has {len(given[name])} entries for {num_layers} layers.")
-    is_special = {
-        "": lambda i: family.recurrent and (i + 1) % given["full_attention_interval"],
+    slides = {
+        "": lambda i: False,
         "all": lambda i: window,
         "late": lambda i: window and i >= given["max_window_layers"],
         "pattern": lambda i: window and pattern[i % len(pattern)] == "L",
         "unrotated": lambda i: window and not _is_rotated(given, i),
     }[family.windows]
-    special = "linear_attention" if family.recurrent else "sliding_attention"
-    by_rule = tuple(special if is_special(i) else "full_attention" for i in range(num_layers))
+    by_rule = tuple("sliding_attention" if slides(i) else "full_attention" for i in range(num_layers))
+    if recurrent:
+        by_rule = tuple(recurrent.layer_type(given, i) for i in range(num_layers))
     kinds = given["layer_types"] or by_rule
-    if "linear_attention" in kinds and not family.recurrent:
+    if "linear_attention" in kinds and not recurrent:
         raise CheckpointError("config.json: layer_types has 'linear_attention', which this architecture does not know.")
-    if set(kinds) == {"linear_attention"}:
+    if recurrent and not any(recurrent.mixers.get(kind, kind).endswith("attention") for kind in kinds):
         raise CheckpointError(
-            "config.json: all layers are 'linear_attention', by layer_types or full_attention_interval; models without "
+            f"config.json: all layers are {kinds[0]!r}, by layer_types or {recurrent.layers_field}; models without "
             "an attention layer are not supported."
         )
+    if family.decoder == "gemma4":  # transformers makes the last layer full, whatever the file says
+        kinds = (*kinds[:-1], "full_attention")
     if "sliding_attention" in kinds and not window:
         raise CheckpointError("config.json: layer_types has 'sliding_attention' without a sliding_window.")
-    slides, by_rule_slides = ([kind == "sliding_attention" for kind in each] for each in (kinds, by_rule))
-    if family.windows in ("", "all") and slides != by_rule_slides:
+    given_slides, by_rule_slides = ([kind == "sliding_attention" for kind in each] for each in (kinds, by_rule))
+    if family.windows in ("", "all") and given_slides != by_rule_slides:
         raise CheckpointError(
             f"config.json: layer_types and sliding_window={given['sliding_window']} say different things."
         )
@@ -321,7 +397,10 @@ def _ropes(raw: dict[str, Any], given: dict[str, Any], family: Family,
         full = local = raw
     of_full, of_local = RopeScaling.from_json(full), RopeScaling.from_json(local)
     for name in ("partial_rotary_factor", "llama_4_scaling_beta"):
-        for value in (getattr(rope, name) for rope in (of_full, of_local)):
+        for rope in (of_full, of_local):
+            if name == "partial_rotary_factor" and rope.kind == "proportional":
+                continue
+            value = getattr(rope, name)
             if value != getattr(RopeScaling(), name) and name not in family.reads:
                 raise CheckpointError(f"config.json: {name}={value} is not supported for this architecture.")
     by_window = family.rotates_windows_only and any(windows)
@@ -353,16 +432,3 @@ def _moe(given: dict[str, Any], family: Family) -> MoEConfig:
         num_experts, top_k, given["moe_intermediate_size"], given["norm_topk_prob"], given["routed_scaling_factor"],
         groups, top_groups, shared, limit,
     )
-
-
-def _gated_delta(given: dict[str, Any]) -> GatedDeltaConfig:
-    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-    delta = GatedDeltaConfig(*(given[f"linear_{name}"] for name in names))
-    widths = delta.num_key_heads * delta.key_dim, delta.num_value_heads * delta.value_dim
-    check("config.json", "heads of linear attention * their size", max(widths), SIZE, CheckpointError)
-    if delta.num_value_heads % delta.num_key_heads:
-        raise CheckpointError(
-            f"config.json: {delta.num_value_heads} value heads of linear attention cannot share "
-            f"{delta.num_key_heads} key heads."
-        )
-    return delta

@@ -25,9 +25,9 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, head_orders
-from nanovllm.layers.weight_loader import Shard, row_loader
+from nanovllm.layers.weight_loader import Shard, Shards, row_loader
 from nanovllm.models.config import LayerConfig, ModelConfig
-from nanovllm.models.kinds import MIXERS, MLPS, load_kind
+from nanovllm.models.kinds import DECODERS, MIXERS, MLPS, load_kind
 from nanovllm.quantization.weights import new_bias
 
 
@@ -41,16 +41,19 @@ class SelfAttention(nn.Module):
                  tp: TPGroup):
         super().__init__()
         family, C, D = config.family, config.hidden_size, rope.head_dim
-        H, K, eps = config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps
+        H, K, eps = config.num_attention_heads, layer.num_stored_heads, config.rms_norm_eps
         kinds = [config.precision(layer, name) for name in ("self_attn.qkv_proj", "self_attn.o_proj")]
-        orders = head_orders(config.head_dim, D, rope.num_rotated, family.interleaved)
-        self.qkv_proj = qkv = QKVParallelLinear(C, D, H, K, config.qkv_bias, tp, kinds[0], orders, family.output_gate)
+        orders = head_orders(layer.head_dim, D, rope.num_rotated, family.interleaved)
+        self.qkv_proj = qkv = QKVParallelLinear(
+            C, D, H, K, config.qkv_bias, tp, kinds[0], orders, family.output_gate, layer.keys_are_values
+        )
         # norms of each head [D], or over the heads of all ranks, with the weights of this rank's heads
         shards = {"": [], "head": [Shard(D, 0, 1, orders.qk)] * 2, "full": [qkv.shards["q"], qkv.shards["k"]]}
         norms: list[Any] = [RMSNorm(x.num_rows, eps, family.norm_offset, shard=x) for x in shards[config.qk_norm]]
         self.q_norm, self.k_norm = norms or [None, None]
         self.full_qk_norms = tuple(norms) if config.qk_norm == "full" else None
-        self.o_proj = RowParallelLinear(H * D, C, config.o_bias, tp, kinds[1], config.residual_scale, orders.v)
+        scale = config.residual_scale * config.scales.attention
+        self.o_proj = RowParallelLinear(H * D, C, config.o_bias, tp, kinds[1], scale, orders.v)
         self.adds_residual = not family.post_norm
         self.attn = Attention(
             qkv.num_heads, D, qkv.num_kv_heads, backend, config.attention_scale, layer.window, qkv.shards["k"].place,
@@ -64,7 +67,7 @@ class SelfAttention(nn.Module):
         # The epilogue of the QKV product; ``forward`` adds the step's tokens and the cache, which moves at a wake-up.
         self.qk = partial(
             QKVEpilogue, q_weight=weights[0], k_weight=weights[1], eps=eps, cos_sin=rope.cos_sin,
-            num_heads=qkv.num_heads, num_kv_heads=qkv.num_kv_heads, kv_scale=self.attn.kv_scale,
+            num_heads=qkv.num_heads, num_kv_heads=qkv.num_kv_heads, kv_scale=self.attn.kv_scale, v_norm=family.v_norm,
         )  # fmt: skip
 
     def forward(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
@@ -97,11 +100,13 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, tp: TPGroup, name: str = "mlp", size: int = 0):
         super().__init__()
-        C, I, bias = config.hidden_size, size or config.intermediate_size, config.mlp_bias and not size
+        C, I, bias = config.hidden_size, size or layer.intermediate_size, config.mlp_bias and not size
         kinds = [config.precision(layer, f"{name}.{part}") for part in ("gate_up_proj", "down_proj")]
-        self.gate_up_proj = MergedColumnParallelLinear(C, [I, I], bias, tp, kinds[0])
+        up = Shard(I // tp.size, tp.rank, tp.size)
+        shards = Shards({0: up._replace(scale=config.scales.gate), 1: up})
+        self.gate_up_proj = MergedColumnParallelLinear(C, shards, bias, tp, kinds[0])
         self.act = config.act
-        self.down_proj = RowParallelLinear(I, C, bias, tp, kinds[1], config.residual_scale)
+        self.down_proj = RowParallelLinear(I, C, bias, tp, kinds[1], config.residual_scale * config.scales.mlp)
         self.adds_residual = not (size or config.family.post_norm)
 
     def forward(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
@@ -111,62 +116,70 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A mixer and an MLP, each between its norms. Sums up their results over ranks."""
+    """A mixer and an MLP, or one of them, each between its norms. Sums up their results over ranks."""
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, rope: RotaryEmbedding | None,
                  backend: AttentionBackend, tp: TPGroup):
         super().__init__()
-        family, mixer, mlp = config.family, load_kind(MIXERS[layer.mixer]), load_kind(MLPS[layer.mlp])
+        family = config.family
 
         def norm(is_there: bool) -> RMSNorm | None:
             return RMSNorm(config.hidden_size, config.rms_norm_eps, family.norm_offset) if is_there else None
 
-        self.tp, self.mixer_name = tp, mixer.name
-        self.add_module(mixer.name, mixer(config, layer, rope, backend, tp))
-        self.mlp = mlp(config, layer, tp)
-        self.input_layernorm, self.post_attention_layernorm = norm(family.pre_norm), norm(family.pre_norm)
-        self.mixer_post_norm, self.mlp_post_norm = norm(family.post_norm), norm(family.post_norm)
+        self.tp, self.sublayers = tp, []  # (module, names of the norms before and after)
+        if layer.mixer:
+            mixer = load_kind(MIXERS[layer.mixer])(config, layer, rope, backend, tp)
+            for name, part in (getattr(mixer, "parts", {}) | {mixer.name: mixer}).items():
+                setattr(self, name, part)
+            self.input_layernorm, self.mixer_post_norm = norm(family.pre_norm), norm(family.post_norm)
+            self.sublayers.append((mixer.name, "input_layernorm", "mixer_post_norm"))
+        if layer.mlp:
+            self.mlp = load_kind(MLPS[layer.mlp])(config, layer, tp)
+            self.post_attention_layernorm, self.mlp_post_norm = norm(family.pre_norm), norm(family.post_norm)
+            self.sublayers.append(("mlp", "post_attention_layernorm", "mlp_post_norm"))
 
     def forward(self, residual: torch.Tensor, context: Context) -> torch.Tensor:
         """residual [T, C] -> [T, C]; [N, C] with ``context.logits_indices``."""
-        mixer = getattr(self, self.mixer_name), self.input_layernorm, self.mixer_post_norm
-        mlp = self.mlp, self.post_attention_layernorm, self.mlp_post_norm
-        for sublayer, norm, post_norm in (mixer, mlp):
-            y = self.tp.all_reduce(sublayer(residual, norm, context))
-            if post_norm is not None:
-                if len(y) < len(residual):  # the last layer of a prefill
+        for name, before, after in self.sublayers:
+            norm, post_norm = getattr(self, before), getattr(self, after)
+            y = self.tp.all_reduce(getattr(self, name)(residual, norm, context))
+            if post_norm is not None:  # else the sublayer has added the residual
+                if name != "mlp" and context.logits_indices is not None:  # the last mixer of a prefill
                     residual = residual[context.logits_indices]
                 y = post_norm.add_to(residual, y)
-            residual = y  # without a post-norm, the sublayer has added the residual
+            residual = y
         return residual
 
 
 class Decoder(nn.Module):
+    layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
+
     def __init__(self, config: ModelConfig, backend: AttentionBackend, tp: TPGroup):
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp, config.embed_scale)
-        D, max_position = kernels.select().padded_head_dim(config.head_dim), config.max_position_embeddings
-        config.check_padded_heads(D)
-        tables = {}  # shared by layers
-        for rope in dict.fromkeys(config.ropes):
-            scaled: Any = (*rope.frequencies(config.head_dim), rope.query_scales(max_position)) if rope else ()
-            tables[rope] = RotaryEmbedding(D, max_position, *scaled)
+        max_position, tables = config.max_position_embeddings, {}  # shared by layers
+        for rope, head_dim in dict.fromkeys((layer.rope, layer.head_dim) for layer in config.attention_layers):
+            D = kernels.select().padded_head_dim(head_dim)
+            config.check_padded_heads(head_dim, D)
+            scaled: Any = (*rope.frequencies(head_dim), rope.query_scales(max_position)) if rope else ()
+            tables[rope, head_dim] = RotaryEmbedding(D, max_position, *scaled)
         self.ropes = nn.ModuleList(tables.values())
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, tables.get(layer.rope), backend, tp) for layer in config.layers
+            self.layer_class(config, x, tables.get((x.rope, x.head_dim)), backend, tp) for x in config.layers
         )
+        self.last_mixer = max(i for i, layer in enumerate(config.layers) if layer.mixer)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.family.norm_offset, config.logit_scale)
 
     def forward(self, input_ids: torch.Tensor, context: Context) -> torch.Tensor:
         """input_ids [T] -> hidden states [T, C]; [N, C] with ``context.logits_indices``.
 
-        In prefill the last layer, once its keys and values are stored, runs for the last token of each sequence only.
+        In prefill the last layer, once its keys and values are stored, runs for the last token of each sequence only;
+        so do the layers after the last one with a mixer.
         """
         residual, every_token = self.embed_tokens(input_ids), context.all_tokens()
-        *layers, last = self.layers
-        for layer in layers:
-            residual = layer(residual, every_token)
-        return self.norm(last(residual, context))
+        for i, layer in enumerate(self.layers):
+            residual = layer(residual, every_token if i < self.last_mixer else context)
+        return self.norm(residual)
 
 
 class CausalLM(nn.Module):
@@ -174,7 +187,7 @@ class CausalLM(nn.Module):
 
     def __init__(self, config: ModelConfig, backend: AttentionBackend, tp: TPGroup):
         super().__init__()
-        self.config, self.model = config, Decoder(config, backend, tp)
+        self.config, self.model = config, load_kind(DECODERS[config.family.decoder])(config, backend, tp)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, softcap=config.logit_softcap)
         if config.tie_word_embeddings or not config.has_lm_head:  # nobody reads it without an LM head
             self.lm_head.weight = self.model.embed_tokens.weight

@@ -1,4 +1,5 @@
-"""The kinds of mixers and MLPs that a decoder layer may have, and readers of architectures without a row in ``MODELS``.
+"""Kinds of decoders, of mixers and MLPs of their layers, of layers with states, and readers of architectures without a
+row in ``MODELS``.
 
 Owns a table of each, the only place that names their modules; these are imported when a model has them.
 Imports no torch.
@@ -7,15 +8,30 @@ Imports no torch.
 from importlib import import_module
 from typing import Any
 
+# keyed by ``Family.decoder``
+DECODERS = {
+    "plain": "nanovllm.models.decoder.Decoder",
+    "gemma4": "nanovllm.models.gemma4.Gemma4Decoder",
+}
 # keyed by ``LayerConfig.mixer``
 MIXERS = {
     "attention": "nanovllm.models.decoder.SelfAttention",
-    "gated_delta_net": "nanovllm.models.gated_delta_net.GatedDeltaNet",
+    "gated_delta_net": "nanovllm.models.recurrent.gated_delta_net.mixer.GatedDeltaNet",
+    "mamba2": "nanovllm.models.recurrent.mamba2.mixer.Mamba2",
+    "mamba2_beside_attention": "nanovllm.models.recurrent.mamba2.mixer.Mamba2BesideAttention",
+    "short_conv": "nanovllm.models.recurrent.short_conv.mixer.ShortConv",
+}
+# keyed by ``Family.recurrent``: subclasses of ``recurrent.RecurrentConfig``
+RECURRENT = {
+    "gated_delta_net": "nanovllm.models.recurrent.gated_delta_net.config.GatedDeltaConfig",
+    "mamba2": "nanovllm.models.recurrent.mamba2.config.Mamba2Config",
+    "short_conv": "nanovllm.models.recurrent.short_conv.config.ShortConvConfig",
 }
 # keyed by ``LayerConfig.mlp``
 MLPS = {
     "dense": "nanovllm.models.decoder.MLP",
     "experts": "nanovllm.models.moe.SparseMoE",
+    "dense and experts": "nanovllm.models.gemma4.DenseAndExperts",
 }
 
 # (directory of a checkpoint, architecture) -> a ``ModelConfig``, or None if the reader does not know the architecture

@@ -245,7 +245,8 @@ def _parts(name: str, param: nn.Parameter, packed: dict[str, tuple[str, Any]]) -
         ]  # fmt: skip
     shards = [
         (name.replace(f".{merged}.", f".{part}."), shard_id)
-        for part, (merged, shard_id) in packed.items() if f".{merged}." in name
+        for part, (merged, shard_id) in packed.items()
+        if f".{merged}." in name and shard_id in getattr(param, "shard_ids", (shard_id,))
     ]  # fmt: skip
     return shards or [(name, None)]
 
@@ -289,12 +290,12 @@ def _weight_files(path: Path) -> list[Path]:
 def init_dummy_weights(model: nn.Module, seed: int) -> None:
     """Random weights of the scale of an untrained model: norms 1, everything else N(0, DUMMY_STD).
 
-    Quantized weights have about this standard deviation; those of four bits have random codes.
+    Quantized weights have about this standard deviation; those of four bits have random codes. Factors are 1.
     """
     params = list(model.named_parameters())
     generator = torch.Generator(params[0][1].device).manual_seed(seed)
     for name, param in params:
-        if "norm" in name:
+        if "norm" in name or name.endswith(("layer_scalar", "expert_scales")):
             param.fill_(1.0)
         elif not randomize(name, param, DUMMY_STD, generator):
             param.normal_(0.0, DUMMY_STD, generator=generator)

@@ -50,7 +50,8 @@ READ = ("peft_type", "init_lora_weights", "bias", *RULES)
 # The base's tensors in modules that are linear layers, or embeddings, in every version of transformers. Routers and
 # experts are not.
 TARGETS = re.compile(
-    r"(?:model\.|language_model\.)*(layers\.\d+\.(?:self_attn|mlp)\.\w+_proj|embed_tokens|lm_head)\.\w+"
+    r"(?:model\.|language_model\.)*"
+    r"(layers\.\d+\.(?:(?:self_attn|mlp|conv)\.\w+_proj|feed_forward\.w[123])|embed_tokens|lm_head)\.\w+"
 )
 NOT_ALL_LINEAR = ("embed_tokens", "lm_head")  # left out by target_modules="all-linear"
 

@@ -142,7 +142,8 @@ class SparseMoE(nn.Module):
         self.ops = kernels.select()
         self.act, self.limit = config.act, moe.swiglu_limit
         self.routing = Routing(
-            moe.top_k, family.experts, moe.renormalize, moe.routed_scale, moe.num_groups, moe.top_groups
+            moe.top_k, family.experts, moe.renormalize, moe.routed_scale * config.residual_scale, moe.num_groups,
+            moe.top_groups, family.choice_eps,
         )
         self.gate = Router(family, moe.num_experts, C)
         self.experts = Experts(config, moe, layer, tp)

@@ -38,6 +38,7 @@ ROPE_RULES = {  # rope_type -> its fields
         ("short_factor long_factor", FACTORS),
         ("factor attention_factor", optional(POSITIVE)),
     ),
+    "proportional": COMMON | {"factor": optional(POSITIVE)},
 }  # fmt: skip
 
 MROPE = ("mrope_section", "mrope_interleaved")  # time, height and width are equal for text tokens
@@ -56,8 +57,9 @@ def supported(*allowed: Any) -> Rule:
 class RopeScaling:
     """Rotary positions and their scaling."""
 
-    # "default", "linear" (positions divided by ``factor``), "llama3", "yarn" (arXiv:2309.00071) or "longrope"
-    # (arXiv:2402.13753).
+    # "default", "linear" (positions divided by ``factor``), "llama3", "yarn" (arXiv:2309.00071), "longrope"
+    # (arXiv:2402.13753), or "proportional" (the first share of the pairs turns by the frequencies of whole heads; the
+    # others stay).
     kind: str = "default"
     theta: float = 1_000_000.0  # base of the rotary frequencies
     factor: float = 1.0  # context length over ``original_max_position``
@@ -110,8 +112,8 @@ class RopeScaling:
         return cls(kind, given.pop("rope_theta"), original_max_position=outer, **given)
 
     def rotated_dims(self, head_dim: int) -> int:
-        """Rotated dimensions of a head, the first ones."""
-        return int(head_dim * self.partial_rotary_factor)
+        """Rotated dimensions of a head, the first ones; "proportional" pairs all, and turns some by the angle 0."""
+        return head_dim if self.kind == "proportional" else int(head_dim * self.partial_rotary_factor)
 
     def check_head(self, head_dim: int) -> None:
         """Raise CheckpointError unless heads of this size can be rotated."""
@@ -140,6 +142,9 @@ class RopeScaling:
         original, scale = self.original_max_position, self.attention_factor
         if self.kind == "linear":
             return base / self.factor, 1.0
+        if self.kind == "proportional":
+            turns = torch.arange(r // 2, device="cpu") < int(r * self.partial_rotary_factor // 2)
+            return base * turns / self.factor, 1.0
         if self.kind == "llama3":  # like yarn, with a ramp over the rotations within the original context
             rotations = original * base / (2 * math.pi)
             low, high = self.low_freq_factor, self.high_freq_factor

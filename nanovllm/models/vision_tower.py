@@ -127,9 +127,17 @@ class VisionTower(nn.Module):
         self._side = vision.patch_size * vision.merge_size  # size of a token in pixels
 
     def forward(self, images: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-        """Pixels of images -> features on the tower's device, [tokens of all, (1 + deepstack layers) * C]."""
+        """Pixels of images -> features on the tower's device, [tokens of all, (1 + deepstack layers) * C].
+
+        Beside a ``table`` [3, 256], pixels are levels of 8 bits, see ``numbers_of``.
+        """
         device, side = next(self.parameters()).device, self._side
-        pixels = [image["pixel_values"].to(device, self.dtype, non_blocking=True) for image in images]
+        pixels = [image["pixel_values"].to(device, non_blocking=True) for image in images]
+        for i, image in enumerate(images):
+            if "table" in image:
+                table = image["table"].to(device, non_blocking=True)
+                pixels[i] = numbers_of(pixels[i], table, self._patch if len(self._patch) == 1 else pixels[i].shape[1:])
+        pixels = [x.to(self.dtype) for x in pixels]
         if self.is_own:
             return self.model([image | {"pixel_values": x} for image, x in zip(images, pixels, strict=True)])
         if len(images) == 1 and pixels[0].shape == (1, 3, side, side):
@@ -179,6 +187,18 @@ class VisionTower(nn.Module):
             param.normal_(0, DUMMY_STD, generator=generator)
             if "norm" in name and name.endswith("weight"):
                 param.add_(1)
+
+
+def numbers_of(levels: torch.Tensor, table: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """The numbers of 8-bit levels in a table [3, 256]: [n, *shape] of levels [n, 3, ...].
+
+    Patches whose ``shape`` is larger have several frames, which are copies.
+    """
+    first = 256 * torch.arange(3, dtype=torch.int32, device=levels.device).view(-1, *[1] * (levels.dim() - 2))
+    numbers = table.flatten().index_select(0, (levels + first).flatten()).view(levels.shape)
+    if levels.shape[1:] == shape:
+        return numbers
+    return numbers.unsqueeze(2).expand(-1, -1, shape[0] // numbers[0].numel(), -1).flatten(1)
 
 
 def padded(param: torch.Tensor, padding: tuple[int, ...]) -> nn.Parameter:

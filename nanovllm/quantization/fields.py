@@ -30,7 +30,17 @@ E4M3 = {"num_bits": (8,), "type": ("float",)}
 SKIPPED = "modules_to_not_convert", "ignored_layers", "exclude_modules", "ignore"  # lists of modules to leave out
 
 
-def linears(num_experts: int, has_recurrent: bool = False) -> dict[str, tuple[str, ...]]:
+# Linear layers of mixers with states that may be quantized, by ``Family.recurrent`` -> as in ``linears``.
+MIXER_LINEARS: dict[str, dict[str, tuple[str, ...]]] = {
+    "gated_delta_net": {
+        "linear_attn.in_proj": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"), "linear_attn.out_proj": (),
+    },
+    "mamba2": {"mamba.in_proj": (), "mamba.out_proj": ()},
+    "short_conv": {"conv.in_proj": (), "conv.out_proj": ()},
+}  # fmt: skip
+
+
+def linears(num_experts: int, recurrent: str = "") -> dict[str, tuple[str, ...]]:
     """Linear layers of a decoder layer -> the modules that checkpoints may hold instead.
 
     A model with experts (0: dense) has the layers of both MLPs and experts; likewise with recurrent layers.
@@ -38,10 +48,7 @@ def linears(num_experts: int, has_recurrent: bool = False) -> dict[str, tuple[st
     names: dict[str, tuple[str, ...]] = {
         "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.o_proj": (),
     }  # fmt: skip
-    if has_recurrent:
-        names |= {
-            "linear_attn.in_proj": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"), "linear_attn.out_proj": (),
-        }  # fmt: skip
+    names |= MIXER_LINEARS.get(recurrent, {})
     for mlp in ("mlp", "mlp.shared_expert") if num_experts else ("mlp",):
         names |= {f"{mlp}.gate_up_proj": (f"{mlp}.gate_proj", f"{mlp}.up_proj"), f"{mlp}.down_proj": ()}
     for merged, parts in EXPERT_PARTS.items() if num_experts else ():

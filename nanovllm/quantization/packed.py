@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanovllm.errors import CheckpointError
-from nanovllm.quantization.fields import linears
+from nanovllm.quantization.fields import MIXER_LINEARS, linears
 from nanovllm.quantization.int4 import tensors as int4
 from nanovllm.quantization.int4.rules import IntScheme
 from nanovllm.quantization.nvfp4 import tensors as nvfp4
@@ -19,7 +19,7 @@ from nanovllm.utils.checkpoint_tensor import CheckpointTensor, Gathered
 PackedScheme = IntScheme | Fp4Scheme
 PackedTensors = int4.IntTensors | nvfp4.Fp4Tensors
 TENSORS: dict[type, Any] = {IntScheme: int4.IntTensors, Fp4Scheme: nvfp4.Fp4Tensors}
-MERGED = {part: name for name, parts in linears(1, True).items() for part in parts}
+MERGED = {part: name for kind in MIXER_LINEARS for name, parts in linears(1, kind).items() for part in parts}
 
 
 def scheme_in(layers: Sequence[Any], module: str) -> PackedScheme | None:

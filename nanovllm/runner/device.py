@@ -135,11 +135,11 @@ def step_threads(model: ModelConfig, device: torch.device,
 
 def layer_weights(model: ModelConfig) -> int:
     """Count the weights in the matrices of one decoder layer that a token passes."""
-    heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads  # of Q, K, V and of the output
+    heads = 2 * model.num_attention_heads + 2 * model.attention_layers[0].num_key_value_heads  # Q, K, V and the output
     units = model.intermediate_size
     if model.moe is not None:
         units = model.moe.top_k * model.moe.expert_size + model.moe.shared_size
-    return model.hidden_size * (heads * model.head_dim + 3 * units)
+    return model.hidden_size * (heads * model.attention_layers[0].head_dim + 3 * units)
 
 
 @contextmanager

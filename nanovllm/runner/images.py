@@ -227,10 +227,14 @@ def pixel_form(config: Config) -> Callable[[dict[str, torch.Tensor]], dict[str, 
     dtype, pins = select_dtype(config.dtype, config.model_config.dtype, device), device.type == "cuda"
 
     def convert(pixels: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {
-            name: torch.empty(x.shape, dtype=dtype if x.is_floating_point() else x.dtype, pin_memory=pins).copy_(x)
-            for name, x in pixels.items()
-        }
+        converted = {}
+        for name, x in pixels.items():
+            if x.is_floating_point():
+                converted[name] = torch.empty(x.shape, dtype=dtype, pin_memory=pins).copy_(x)
+            else:
+                converted[name] = torch.empty(x.shape, dtype=x.dtype, pin_memory=pins)
+                np.copyto(converted[name].numpy(), x.numpy())  # torch would start threads of its own in each of ours
+        return converted
 
     return convert
 

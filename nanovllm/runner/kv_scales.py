@@ -63,7 +63,7 @@ def calibrate(rank: Rank, model: nn.Module, parts: ListLike[Part]) -> None:
     num_tokens = min(CALIBRATION_TOKENS, config.max_num_batched_tokens, config.max_model_len)
     num_blocks = -(-num_tokens // config.kvcache_block_size)
     caches = [(layer.k_cache, layer.v_cache) for layer in layers]
-    kv_cache = allocate_kv_cache(model, num_blocks, config.kvcache_block_size, rank.dtype, device)
+    allocate_kv_cache(model, num_blocks, config.kvcache_block_size, rank.dtype, device)
     positions = torch.arange(num_tokens, dtype=torch.int32, device=device)
     # spread over the vocabulary by the golden ratio, in no order
     input_ids = (positions.long() * 2654435769 % 2**32 * config.model_config.vocab_size >> 32).int()
@@ -75,16 +75,19 @@ def calibrate(rank: Rank, model: nn.Module, parts: ListLike[Part]) -> None:
             cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=num_tokens,
             logits_indices=cu_seqlens[1:].long() - 1, tensors=one_sequence(rank, parts, num_tokens),
         ))  # fmt: skip
-        largest = kv_cache.abs().amax(dim=(2, 3, 5)).float()  # [2, layers, K]
+        largest = [  # of each layer [2, K]
+            torch.stack([cache.abs().amax(dim=(0, 1, 3)) for cache in (layer.k_cache, layer.v_cache)]).float()
+            for layer in layers
+        ]
     finally:
         for layer, (k_cache, v_cache) in zip(layers, caches, strict=True):
             layer.k_cache, layer.v_cache = k_cache, v_cache
-    scales = (largest * (HEADROOM / E4M3_MAX)).log2().ceil().exp2()
-    scales.masked_fill_((largest == 0) | ~largest.isfinite(), 1.0)
-    for layer, given, measured in zip(layers, is_given, scales.unbind(1), strict=True):
+    for layer, given, values in zip(layers, is_given, largest, strict=True):
+        scales = (values * (HEADROOM / E4M3_MAX)).log2().ceil().exp2()
+        scales.masked_fill_((values == 0) | ~values.isfinite(), 1.0)
         for i in range(2):
             if not given[i]:
-                layer.kv_scale[i] = measured[i]
+                layer.kv_scale[i] = scales[i]
 
 
 def warn_of_outliers(config: Config) -> None:

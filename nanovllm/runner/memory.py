@@ -27,6 +27,17 @@ BLOCKS_AT_ONCE = 64  # blocks copied through a buffer: 32 MiB for blocks of 256 
 GIB = 1 << 30
 
 
+class KVCache(list[torch.Tensor]):
+    """Keys and values of all layers: [2, layers, num_blocks, block_size, K, D] for each shape of their blocks.
+
+    A block id is the same block in every layer.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self)
+
+
 def attention_layers(model: nn.Module) -> list[Attention]:
     return [module for module in model.modules() if isinstance(module, Attention)]
 
@@ -59,13 +70,16 @@ def no_room(config: Config, device: torch.device, bytes_per_block: int, reserved
 
 
 def allocate_kv_cache(model: nn.Module, num_blocks: int, block_size: int, dtype: torch.dtype,
-                      device: torch.device) -> torch.Tensor:
-    """A zeroed KV cache [2, layers, num_blocks, block_size, K, D]; each attention layer gets its views of it."""
-    layers = attention_layers(model)
-    (block_shape,) = {layer.block_shape(block_size) for layer in layers}
-    kv_cache = zeros((block_shape[0], len(layers), num_blocks, *block_shape[1:]), dtype, device)
-    for layer, k_cache, v_cache in zip(layers, *kv_cache, strict=True):
-        layer.attach_cache(k_cache, v_cache)
+                      device: torch.device) -> KVCache:
+    """A zeroed KV cache; each attention layer gets its views of it."""
+    groups: dict[tuple[int, ...], list[Attention]] = {}
+    for layer in attention_layers(model):
+        groups.setdefault(layer.block_shape(block_size), []).append(layer)
+    kv_cache = KVCache()
+    for block_shape, layers in groups.items():
+        kv_cache.append(zeros((block_shape[0], len(layers), num_blocks, *block_shape[1:]), dtype, device))
+        for layer, k_cache, v_cache in zip(layers, *kv_cache[-1], strict=True):
+            layer.attach_cache(k_cache, v_cache)
     return kv_cache
 
 
@@ -75,19 +89,20 @@ def detach_kv_cache(model: nn.Module) -> None:
         layer.attach_cache(torch.empty(0), torch.empty(0))
 
 
-def copy_blocks(kv_cache: torch.Tensor, copy_from: torch.Tensor, copy_to: torch.Tensor) -> None:
+def copy_blocks(kv_cache: KVCache, copy_from: torch.Tensor, copy_to: torch.Tensor) -> None:
     """In every layer of the KV cache, block copy_to[i] becomes a copy of block copy_from[i]; int64 [n] each."""
-    as_bytes = kv_cache.view(torch.uint8) if kv_cache.itemsize == 1 else kv_cache  # torch cannot copy e4m3 by index
-    for start in range(0, len(copy_to), BLOCKS_AT_ONCE):
-        chunk = slice(start, start + BLOCKS_AT_ONCE)
-        for cache in as_bytes.flatten(0, 1):
-            cache.index_copy_(0, copy_to[chunk], cache.index_select(0, copy_from[chunk]))
+    for tensor in kv_cache:
+        as_bytes = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # torch cannot copy e4m3 by index
+        for start in range(0, len(copy_to), BLOCKS_AT_ONCE):
+            chunk = slice(start, start + BLOCKS_AT_ONCE)
+            for cache in as_bytes.flatten(0, 1):
+                cache.index_copy_(0, copy_to[chunk], cache.index_select(0, copy_from[chunk]))
 
 
 class BlockCopier(Part):
     """Copies blocks of the KV cache, before and after a prefill's forward pass; see ``BlockCopies``."""
 
-    kv_cache: torch.Tensor | None = None
+    kv_cache: KVCache | None = None
 
     @classmethod
     def make(cls, rank: Rank, state: RequestState, decode: "DecodeLauncher") -> "BlockCopier | None":
@@ -111,7 +126,7 @@ class BlockCopier(Part):
             assert self.kv_cache is not None
             copy_blocks(self.kv_cache, tensors[f"{when}_from"].long(), tensors[f"{when}_to"].long())
 
-    def allocate(self, model: CausalLM, kv_cache: torch.Tensor, num_slots: int) -> None:
+    def allocate(self, model: CausalLM, kv_cache: KVCache, num_slots: int) -> None:
         self.kv_cache = kv_cache
 
     def release(self, model: CausalLM) -> None:

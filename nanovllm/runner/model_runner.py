@@ -92,7 +92,7 @@ class ModelRunner:
         self.parts, self.launchers, self.readers = equipment.parts, equipment.launchers, equipment.readers
         self.max_in_flight = 1 if rank.device.type == "cuda" and not rank.config.enforce_eager else 0
         self.step_threads = step_threads(rank.config.model_config, rank.device, rank.tp.size)
-        self.kv_cache: torch.Tensor | None = None
+        self.kv_cache: memory.KVCache | None = None
         self.graphs: CUDAGraphs | None = None
         self._computed: Computed | None = None  # set by ``forward`` for ``sample``
         self._process: Process | None = None  # on rank 0, for the step being sampled

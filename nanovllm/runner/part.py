@@ -25,6 +25,7 @@ from nanovllm.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from nanovllm.runner.launchers import DecodeLauncher
+    from nanovllm.runner.memory import KVCache
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ class Part:
         """Take rows out of the ``num_bytes`` of the KV cache; sets ``num_rows`` and returns their bytes."""
         return 0
 
-    def allocate(self, model: CausalLM, kv_cache: torch.Tensor, num_slots: int) -> None:
+    def allocate(self, model: CausalLM, kv_cache: "KVCache", num_slots: int) -> None:
         """Take memory for ``num_slots`` request slots; the model's layers get their views of it."""
 
     def release(self, model: CausalLM) -> None:

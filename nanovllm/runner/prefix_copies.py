@@ -15,7 +15,7 @@ class PrefixCopies(Part):
     @classmethod
     def make(cls, rank: Rank, state: RequestState, decode: DecodeLauncher) -> "PrefixCopies | None":
         """None for models with recurrent layers: a copied partial block has no matching state."""
-        return cls() if rank.device.type == "cpu" and rank.config.model_config.gated_delta is None else None
+        return cls() if rank.device.type == "cpu" and rank.config.model_config.recurrent is None else None
 
     def facts(self) -> dict[str, Any]:
         return {"min_copied_tokens": MIN_COPIED_TOKENS}

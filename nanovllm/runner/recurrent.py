@@ -1,10 +1,11 @@
 """The states of recurrent layers on one rank: their rows, how many of them fit, and the arrays that say who uses them.
 
-Owns a tensor for the rings of all convolutions and one for all delta states. Row r < R belongs to request slot r, row R
-to padding, the others to snapshots. Rows are addressed by request slot, which a decode step has on the device anyway.
+Owns a tensor of all layers for each tensor of a state. Row r < R belongs to request slot r, row R to padding, the
+others to snapshots. Rows are addressed by request slot, which a decode step has on the device anyway.
 """
 
 import copy
+import math
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,13 @@ from torch import nn
 
 from nanovllm.config import Config
 from nanovllm.core import Batch, PrefillBatch
-from nanovllm.kernels.gated_delta.reference import CHUNK, CHUNK_ARRAYS, GatedDeltaStates
+from nanovllm.kernels.recurrent.reference import CHUNK, CHUNK_ARRAYS
 from nanovllm.messages.recurrent import RecurrentRows, StateCopies
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.gated_delta_net import GatedDeltaNet
+from nanovllm.models.recurrent.mixer import RecurrentMixer
 from nanovllm.runner.device import model_defaults
 from nanovllm.runner.launchers import DecodeLauncher
-from nanovllm.runner.memory import zeros
+from nanovllm.runner.memory import KVCache, zeros
 from nanovllm.runner.part import Part, Rank
 from nanovllm.runner.prefill_graphs import aligned, pad
 from nanovllm.runner.request_state import RequestState
@@ -34,10 +35,10 @@ class RecurrentStates(Part):
     """Rows of states that a batch copies, and the chunks of a prefill; ``num_rows``: snapshots.
 
     Attributes:
-        states: None while no memory is allocated.
+        states: the tensors [layers, rows, ...]; () while no memory is allocated.
     """
 
-    states: GatedDeltaStates | None = None
+    states: tuple[torch.Tensor, ...] = ()
 
     def __init__(self, rank: Rank):
         self._rank, self._num_slots = rank, rank.config.max_num_seqs
@@ -46,7 +47,7 @@ class RecurrentStates(Part):
     def fitted(cls, rank: Rank) -> Config:
         """With fewer request slots than ``max_num_seqs`` where their states have no room, the same on every rank."""
         config = rank.config
-        if config.model_config.gated_delta is None or rank.device.type == "cpu" or config.num_kvcache_blocks != -1:
+        if config.model_config.recurrent is None or rank.device.type == "cpu" or config.num_kvcache_blocks != -1:
             return config
         with model_defaults(rank.dtype, torch.device("meta")):
             model = CausalLM(config.model_config, rank.backend, rank.tp)
@@ -62,7 +63,7 @@ class RecurrentStates(Part):
 
     @classmethod
     def make(cls, rank: Rank, state: RequestState, decode: DecodeLauncher) -> "RecurrentStates | None":
-        return None if rank.config.model_config.gated_delta is None else cls(rank)
+        return None if rank.config.model_config.recurrent is None else cls(rank)
 
     # ---------------------------------------------------------------- a step
 
@@ -72,7 +73,6 @@ class RecurrentStates(Part):
 
     def finish(self, batch: Batch, tensors: Tensors) -> None:
         if "state_rows_from" in tensors:
-            assert self.states is not None
             copy_rows(self.states, tensors["state_rows_from"].long(), tensors["state_rows_to"].long())
 
     # ---------------------------------------------------------------- memory
@@ -92,13 +92,13 @@ class RecurrentStates(Part):
             self.num_rows = max(0, int(num_bytes * SNAPSHOT_SHARE) // bytes_per_row)
         return self.num_rows * bytes_per_row
 
-    def allocate(self, model: CausalLM, kv_cache: torch.Tensor, num_slots: int) -> None:
+    def allocate(self, model: CausalLM, kv_cache: KVCache, num_slots: int) -> None:
         rank, num_rows = self._rank, num_slots + 1 + self.num_rows
         state_dtype = getattr(torch, rank.config.state_dtype)
         self.states = allocate_states(model, num_rows, rank.dtype, state_dtype, rank.device)
 
     def release(self, model: CausalLM) -> None:
-        self.states = None
+        self.states = ()
         for layer in recurrent_layers(model):
             layer.states = None
 
@@ -106,7 +106,7 @@ class RecurrentStates(Part):
         return {"recurrent_rows": RecurrentRows(self.num_rows, CHUNK)}
 
     def describe(self) -> str:
-        if self.states is None:
+        if not self.states:
             return ""
         kib = sum(tensor[:, 0].numel() * tensor.itemsize for tensor in self.states) / 2**10
         size = f"{kib / 2**10:,.1f} MiB" if kib >= 2**10 else f"{kib:,.1f} KiB"
@@ -143,33 +143,33 @@ def most_chunks(num_tokens: int, num_seqs: int) -> int:
     return aligned(num_tokens // CHUNK + num_seqs)
 
 
-def recurrent_layers(model: nn.Module) -> list[GatedDeltaNet]:
-    return [module for module in model.modules() if isinstance(module, GatedDeltaNet)]
+def recurrent_layers(model: nn.Module) -> list[RecurrentMixer]:
+    return [module for module in model.modules() if isinstance(module, RecurrentMixer)]
 
 
 def row_bytes(model: nn.Module, dtype: torch.dtype, state_dtype: torch.dtype) -> int:
     """Bytes of one row over all layers of this rank; 0 without recurrent layers."""
-    shapes = [layer.state_shapes() for layer in recurrent_layers(model)]
-    return sum(
-        int(np.prod(ring)) * dtype.itemsize + int(np.prod(delta)) * state_dtype.itemsize for ring, delta in shapes
-    )
+    shapes = [each for layer in recurrent_layers(model) for each in layer.state_shapes]
+    return sum(math.prod(shape) * (state_dtype if accumulates else dtype).itemsize for shape, accumulates in shapes)
 
 
 def allocate_states(model: nn.Module, num_rows: int, dtype: torch.dtype, state_dtype: torch.dtype,
-                    device: torch.device) -> GatedDeltaStates | None:
-    """Zeroed states [layers, num_rows, ...]; each recurrent layer gets its views. None without recurrent layers."""
+                    device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Zeroed states [layers, num_rows, ...]; each recurrent layer gets its views. () without recurrent layers."""
     layers = recurrent_layers(model)
     if not layers:
-        return None
-    (shapes,) = {layer.state_shapes() for layer in layers}
-    kinds = zip(shapes, (dtype, state_dtype), strict=True)
-    states = GatedDeltaStates(*(zeros((len(layers), num_rows, *shape), kind, device) for shape, kind in kinds))
+        return ()
+    (shapes,) = {layer.state_shapes for layer in layers}
+    states = tuple(
+        zeros((len(layers), num_rows, *shape), state_dtype if accumulates else dtype, device)
+        for shape, accumulates in shapes
+    )
     for layer, *views in zip(layers, *states, strict=True):
-        layer.states = GatedDeltaStates(*views)
+        layer.states = layer.States(*views)
     return states
 
 
-def copy_rows(states: GatedDeltaStates, rows_from: torch.Tensor, rows_to: torch.Tensor) -> None:
+def copy_rows(states: tuple[torch.Tensor, ...], rows_from: torch.Tensor, rows_to: torch.Tensor) -> None:
     """In every layer, row rows_to[i] becomes a copy of row rows_from[i]; int64 [n] each, no row in both."""
     for start in range(0, len(rows_to), ROWS_AT_ONCE):
         chunk = slice(start, start + ROWS_AT_ONCE)

@@ -116,15 +116,15 @@ def read_config(model_path: str, architecture: str) -> TransformersConfig | None
     head_dim = max(get("head_dim", default=0) or hidden // heads, get("global_head_dim", default=0), *latent)
     positions = int(get("max_position_embeddings", "max_seq_len", default=0))
     size = get("intermediate_size", "ffn_dim", default=4 * hidden)
+    layer = LayerConfig(head_dim=int(head_dim), num_key_value_heads=heads if any(latent) else kv_heads)
     return TransformersConfig(
         family=Family(), vocab_size=int(get("vocab_size")), hidden_size=hidden,
         intermediate_size=size if isinstance(size, int) else 4 * hidden, num_attention_heads=heads,
-        num_key_value_heads=heads if any(latent) else kv_heads, head_dim=int(head_dim),
         max_position_embeddings=positions if positions > 0 else DEFAULT_MAX_POSITION,
         rms_norm_eps=1e-6, tie_word_embeddings=False, qkv_bias=False, o_bias=False, mlp_bias=False, act="", qk_norm="",
         attention_scale=1.0, attention_softcap=0.0, logit_softcap=0.0, embed_scale=1.0, residual_scale=1.0,
-        logit_scale=1.0, layers=(LayerConfig(),) * int(get("num_hidden_layers", default=1)), moe=None,
-        has_lm_head=True, num_labels=0, activation="", label_tokens=(), gated_delta=None, num_nextn_predict_layers=0,
+        per_layer_size=0, logit_scale=1.0, layers=(layer,) * int(get("num_hidden_layers", default=1)), moe=None,
+        has_lm_head=True, num_labels=0, activation="", label_tokens=(), recurrent=None, num_nextn_predict_layers=0,
         quant_method=quantization.get("quant_method"), fp8=fp8,
         dtype=str(get("dtype", default="float32")).removeprefix("torch."),
         eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos), architecture=architecture, model_path=model_path,

@@ -9,6 +9,7 @@ from helpers import interpret_fp8_exactly
 
 if importlib.util.find_spec("triton") is None:  # these import it
     names = "attention dispatch elementwise fp8_kv fp8_linear gated_delta int4_linear linear moe_kernels prefix"
+    names += " mamba2 short_conv"
     collect_ignore = [f"test_{name}.py" for name in names.split()]
 
 

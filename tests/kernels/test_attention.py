@@ -30,7 +30,8 @@ TOLERANCE = {
 class PagedCache:
     """A poisoned KV cache that holds the given contexts in shuffled blocks, and the block tables that find them."""
 
-    def __init__(self, contexts, num_kv_heads, head_size, block_size, dtype, seed=0, scale=0.25, device=DEVICE):
+    def __init__(self, contexts, num_kv_heads, head_size, block_size, dtype, seed=0, scale=None, device=DEVICE):
+        scale = scale or (0.25 if head_size <= 256 else 0.125)  # among larger scores fp32 itself errs by TOLERANCE
         generator = torch.Generator().manual_seed(seed)
         self.generator, self.dtype, self.head_size, self.scale, self.device = generator, dtype, head_size, scale, device
         num_blocks = [-(-context // block_size) for context in contexts]
@@ -279,6 +280,9 @@ HEADS = [(16, 2, 64, 0), (6, 2, 64, 33), (4, 2, 256, 7)]  # query heads, KV head
 # gpt-oss; Gemma 2 27b, 9b and 2b
 OTHER_SCORES = [(64, 8, 64, True, 0.0), (32, 16, 128, False, 3.0), (16, 8, 256, False, 3.0), (8, 4, 256, False, 3.0),
                 (16, 4, 128, True, 3.0)]  # fmt: skip
+# Gemma 4's heads of one size, then the other: 26B-A4B, 31B, E4B. Query heads, KV heads, head size, window
+GEMMA_4 = [(16, 8, 256, 1024), (32, 16, 256, 1024), (8, 2, 256, 512),
+           (16, 2, 512, 0), (32, 4, 512, 0), (8, 2, 512, 0)]  # fmt: skip
 FP8 = {"make_cache": FP8Cache}
 
 
@@ -290,7 +294,8 @@ DECODES = [  # splits: arguments of ``cut``, where it is called
     *(call(check_decode, [0, 1, n - 1, n, n + 1, 0], 4, 2, 32, n, FP32) for n in (16, 48, *at_night(64, 256))),
     *(call(check_decode, [37, 5, 130], 2 * group, 2, 32, 16, FP32) for group in (1, 3, 8, *at_night(2, 4, 5, 7, 16))),
     call(check_decode, [1 + 7 * i % 50 for i in range(21)], 2, 1, 32, 16, FP32),  # above sixteen sequences
-    *(call(check_decode, [70, 0, 3], 4, 2, D, 64, dtype) for D, dtype in each_once((32, 64, 80, 96, 128, 256), TYPES)),
+    *(call(check_decode, [70, 0, 3], 4, 2, D, 64, dtype)
+      for D, dtype in each_once((32, 64, 80, 96, 128, 256, 512), TYPES)),
     *(call(check_decode, contexts, *heads, 32, n, dtype, splits={}) for (n, contexts, heads), dtype in each_once(
         [(16, [200, 0, 15, 16, 17, 90], (2, 1)), (256, [270, 1, 0, 100], (2, 1)), (16, [70, 0, 33], (4, 2))], TYPES)),
     # a merge of one partial result at a time, of some, of all at once
@@ -299,6 +304,11 @@ DECODES = [  # splits: arguments of ``cut``, where it is called
     # split lengths that begin and end inside sequences
     *(call(check_decode, UNEVEN, 2, 1, 32, 32, FP32, window=window, splits={"programs_per_sm": n})
       for n, window in ((1, 0), (2, 0), (3, 0), (3, 40))),
+    # merges by a second kernel; it finds nothing to merge where no sequence is cut
+    *(call(check_decode, contexts, 6, 2, D, 32, FP32, window=window, sinks=sinks, splits={"merge_apart": True, **more})
+      for contexts, D, window, sinks, more in (
+          (UNEVEN, 32, 0, True, {}), (UNEVEN, 80, 40, False, {"programs_per_sm": 3}), ([9, 0], 32, 0, False, {}),
+          ([100, 70], 256, 0, False, {"kv_head_programs": 3}))),
     # windows of one token, less than a tile of 16 or 32 tokens, a tile, a tile and a bit, several tiles, all contexts
     *(call(check_decode, [130, 0, 1, 15, 64, 65], 2, 1, 32, n, FP32, window=window)
       for n, window in ((16, 1), (64, 7), (16, 32), (16, 33), (64, 64), (16, 500))),
@@ -311,7 +321,8 @@ DECODES = [  # splits: arguments of ``cut``, where it is called
            splits={"programs_per_sm": n}) for window, n, softcap in each_once((0, 40), (2, 16), (0.0, 2.0))),
     # FP8
     *(call(check_decode, [70, 0, 3], *heads, 16, dtype, **FP8)
-      for heads, dtype in each_once([(2, 2, 32), (4, 2, 64), (8, 1, 128), (5, 1, 256)], [FP32, FP16, BF16])),
+      for heads, dtype in each_once([(2, 2, 32), (4, 2, 64), (8, 1, 128), (5, 1, 256), (8, 1, 512)], [FP32, FP16, BF16])
+      ),
     *(call(check_decode, [70, 0, 3], *heads, 16, FP16, window=window, **scores, **FP8)
       for (*heads, window), scores in each_once([(16, 2, 64, 20), (4, 2, 256, 0)], SCORES)),
     *(call(check_decode, contexts, *heads, 32, n, FP16, window=window, splits={}, **FP8)
@@ -333,6 +344,9 @@ DECODES = [  # splits: arguments of ``cut``, where it is called
     *(call(check_decode, many(num_seqs), *heads, 256, BF16, window, *scores, gpu=True, **FP8)
       for num_seqs in (1, 8, 256) for window in (0, 128)
       for *heads, scores in [(*row[:3], row[3:]) for row in OTHER_SCORES]),
+    *(call(check_decode, many(num_seqs), *heads, 256, BF16, window, gpu=True, **options)
+      for num_seqs in (1, 8, 32, 256) for *heads, window in GEMMA_4 for options in ({}, FP8)),
+    *(call(check_decode, [9000, 33, 4097], 16, 2, 512, n, dtype, gpu=True) for n, dtype in ((16, FP16), (256, FP32))),
 ]  # fmt: skip
 VERIFIES = [
     *(call(check_verify, [1, 5, 40, 0, 67], num_rows, group, 1, 32, 16, FP32)
@@ -343,7 +357,10 @@ VERIFIES = [
       for n, window in ((16, 1), (16, 33), *at_night((64, 7), (48, 64), (16, 500)))),
     *(call(check_verify, [70, 3, 150], 4, 3, 1, 32, 16, FP32, window=window, sinks=True, softcap=softcap, splits={})
       for window, softcap in ((0, 0.0), (21, 2.0))),
-    *(call(check_verify, [33, 50, 9], 8, 4, 1, D, 16, dtype) for D, dtype in each_once((64, 80, 128, 256), TYPES)),
+    call(check_verify, [100, 9, 65, 131], 4, 4, 2, 32, 16, FP32, window=33, splits={"merge_apart": True}),
+    *(call(check_verify, [33, 50, 9], 8, 4, 1, D, 16, dtype) for D, dtype in each_once((64, 80, 128, 256, 512), TYPES)),
+    *(call(check_verify, many(num_seqs), 4, *heads, 256, BF16, window=window, gpu=True)
+      for num_seqs in (1, 32) for *heads, window in GEMMA_4),
 ]  # fmt: skip
 PREFILLS = [
     *(call(check_prefill, [(n, n) for n in lens], 4, 2, 32, block_size, FP32)  # whole prompts
@@ -352,7 +369,7 @@ PREFILLS = [
     *(call(check_prefill, [(19, 19), (7, 40)], 2 * group, 2, 32, 16, FP32)
       for group in (1, 3, 8, *at_night(2, 4, 5, 7, 16))),
     *(call(check_prefill, [(35, 35), (3, 70)], 4, 2, D, 64, dtype)
-      for D, dtype in each_once((32, 64, 80, 128, 256), TYPES)),
+      for D, dtype in each_once((32, 64, 80, 128, 256, 512), TYPES)),
     *(call(check_prefill, [(150, 170)], group, 1, 32, 64, FP16) for group in (1, 2, 7)),  # more rows than a program's
     # tiles that the window cuts, tiles without a mask, tiles with both masks; whole prompts and prefix hits
     *(call(check_prefill, WINDOWED, 4, 2, 32, n, FP32, window)
@@ -370,6 +387,9 @@ PREFILLS = [
       for dtype in (BF16, FP32) for window in (0, 128)
       for *heads, scores in [(*row[:3], row[3:]) for row in OTHER_SCORES]),
     *(call(check_prefill, AT_SIZE, 16, 8, 128, n, BF16, gpu=True) for n in (16, 256)),
+    *(call(check_prefill, SM90_SPANS[spans], *heads, 256, BF16, window, gpu=True, **options)
+      for spans in ("short", "ragged", "long") for *heads, window in GEMMA_4 for options in ({}, FP8)),
+    *(call(check_prefill, AT_SIZE, 16, 2, 512, n, dtype, gpu=True) for n, dtype in ((16, FP16), (256, FP32))),
     *(call(check_prefill, SM90_SPANS[spans], 2 * group, 2, D, 256, dtype, window, gpu=True, **FP8)
       for spans in SM90_SPANS for dtype in (BF16, FP16) for group, D, window in (
           (1, 64, 0), (2, 128, 0), (5, 64, 0), (8, 128, 0), (2, 128, 64), (7, 128, 100), (1, 64, 1))),
@@ -535,12 +555,13 @@ def test_sm90_prefill_of_more_sequences_than_a_launch_takes(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("num_kv_heads, head_size", [(8, 128), (2, 512)])
 @pytest.mark.parametrize("pdl", [False, True])
-def test_decode_in_a_cuda_graph_follows_new_contexts(pdl, monkeypatch):
+def test_decode_in_a_cuda_graph_follows_new_contexts(pdl, num_kv_heads, head_size, monkeypatch):
     """A graph captured at short contexts is replayed at longer ones, and its counters survive each replay."""
     monkeypatch.undo()  # poisoning would come between the kernels that overlap
-    cache = PagedCache([900, 1300, 64, 2000], 8, 128, 256, torch.bfloat16)
-    source = cache.queries(4, 16, 8)
+    cache = PagedCache([900, 1300, 64, 2000], num_kv_heads, head_size, 256, torch.bfloat16)
+    source = cache.queries(4, 16, num_kv_heads)
     q, full = source.clone(), cache.context_lens.clone()
     args = cache.decode_args(q)
     cache.context_lens.fill_(1)
@@ -561,7 +582,7 @@ def test_decode_in_a_cuda_graph_follows_new_contexts(pdl, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [0, 100])
-@pytest.mark.parametrize("num_heads, num_kv_heads, head_size", [(16, 8, 128), (14, 2, 64), (8, 4, 256)])
+@pytest.mark.parametrize("num_heads, num_kv_heads, head_size", [(16, 8, 128), (14, 2, 64), (8, 4, 256), (16, 2, 512)])
 def test_prefill_in_a_cuda_graph_follows_new_lengths(num_heads, num_kv_heads, head_size, window, monkeypatch):
     """Captured with no sequence at all, as at start-up; replayed with one, with many, with padding."""
     monkeypatch.undo()  # poisoning would be captured

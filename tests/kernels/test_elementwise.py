@@ -56,12 +56,13 @@ def soft_cap_args(dtype, num_rows, num_columns):
     return inside(x, 0, 5), 30.0
 
 
-def norm_rope_store_args(dtype, num_tokens, num_heads, num_kv_heads, head_dim, with_norm=True, with_cache=True):
+def norm_rope_store_args(dtype, num_tokens, num_heads, num_kv_heads, head_dim, with_norm=True, with_cache=True,
+                         v_norm=False):
     qkv = inside(randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype), 0, 8)
     epilogue = make_epilogue(num_tokens, num_heads, num_kv_heads, head_dim, dtype, with_norm)
     if not with_cache:
         epilogue = epilogue._replace(k_cache=epilogue.k_cache[:0], v_cache=epilogue.v_cache[:0])
-    return qkv, *epilogue
+    return qkv, *epilogue._replace(v_norm=v_norm)
 
 
 def rotate_heads_args(dtype, num_tokens, num_heads, head_dim, is_transposed):
@@ -124,6 +125,23 @@ TABLE = {
         [(*rows, dtype) for rows, dtype in zip(ROWS, 2 * DTYPES, strict=True)] + [(5, 100, torch.bfloat16)],
         scale=3, overwrites=3,
     ),
+    "add_post_norm, scaled": Row(
+        norm.add_post_norm, reference.add_post_norm,
+        lambda dtype, T, C: (
+            inside(3 * randn(T, C, dtype=dtype), 1, 1), rand(C, dtype=dtype), EPS,
+            inside(randn(T, C, dtype=dtype), 0, 6), rand(1, dtype=dtype),
+        ),
+        [(0, 64), (1, 64), (5, 100)], scale=3, overwrites=3,
+    ),
+    "add_branch_norms": Row(
+        norm.add_branch_norms, reference.add_branch_norms,
+        lambda dtype, T, C: (
+            inside(3 * randn(T, C, dtype=dtype), 1, 1), inside(randn(T, C, dtype=dtype), 2, 0),
+            rand(C, dtype=dtype), rand(C, dtype=dtype), rand(C, dtype=dtype), EPS,
+            inside(randn(T, C, dtype=dtype), 0, 6), rand(1, dtype=dtype),
+        ),
+        [(0, 64), (1, 64), (5, 100)], scale=4, overwrites=6,
+    ),
     "qk_rms_norm": Row(
         norm.qk_rms_norm, reference.qk_rms_norm, qk_norm_args,
         [(0, 64, 64, True), (1, 64, 32, False), (1, 64, 32, True), (5, 96, 32, False), (3, 1024, 1024, True)],
@@ -144,7 +162,8 @@ TABLE = {
     "norm_rope_store": Row(
         norm_rope_store.norm_rope_store, reference.norm_rope_store, norm_rope_store_args,
         [(0, 5, 2, 32), (1, 5, 2, 32), (6, 5, 2, 32), (5, 4, 2, 16, False), (5, 4, 2, 16, True, False),
-         (70, 3, 1, 16)],  # larger programs
+         (5, 4, 2, 16, True, True, True), (5, 4, 2, 16, False, True, True),
+         (5, 4, 0, 16), (70, 3, 1, 16)],  # no KV heads; larger programs
         scale=2, overwrites=0,
     ),
     "norm_rope_store at model size": Row(

@@ -8,13 +8,13 @@ import torch
 from histories import at_night
 
 from nanovllm.kernels.gated_delta import decode, prefill, reference
-from nanovllm.kernels.gated_delta.reference import CHUNK, Chunks, GatedDeltaStates, GatedDeltaWeights
+from nanovllm.kernels.gated_delta.reference import GatedDeltaStates, GatedDeltaWeights
 
 from . import DEVICE
+from .chunks import PADDING, int32, make_chunks
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}  # relative, of the root mean square
-PADDING = 7  # a row of the states
 
 
 def make_layer(num_key_heads=2, num_value_heads=2, key_dim=32, value_dim=32, taps=4, dtype=torch.float32):
@@ -41,30 +41,6 @@ def make_inputs(weights, num_tokens):
     channels, num_value_heads = len(weights.conv), len(weights.A_log)
     widths = [channels + num_value_heads * len(weights.norm), 2 * num_value_heads]
     return torch.randn(num_tokens, sum(widths) + 3, device=DEVICE).to(weights.conv.dtype)[:, 3:].split(widths, dim=1)
-
-
-def int32(values):
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
-
-def make_chunks(sequences, saved=None, num_empty=2):
-    """Chunks and positions of (first position, tokens, row, load_row); saved: (sequence, position) -> row.
-
-    Empty sequences and chunks at the end are those of a graph for more.
-    """
-    cu_seqlens, first_chunks, bounds, seqs, save_rows, positions = [0], [0], [0], [], [], []
-    for i, (begin, count, _, _) in enumerate(sequences):
-        ends = sorted({*range((begin // CHUNK + 1) * CHUNK, begin + count, CHUNK), begin + count}) if count else []
-        bounds += [cu_seqlens[-1] + end - begin for end in ends]
-        seqs += [i] * len(ends)
-        save_rows += [(saved or {}).get((i, end), -1) for end in ends]
-        cu_seqlens.append(cu_seqlens[-1] + count)
-        first_chunks.append(len(seqs))
-        positions += range(begin, begin + count)
-    bounds, seqs = bounds + bounds[-1:] * num_empty, seqs + [len(sequences)] * num_empty
-    rows, load_rows = ([x[i] for x in sequences] + [PADDING] for i in (2, 3))
-    columns = (cu_seqlens + cu_seqlens[-1:], rows, load_rows, first_chunks + first_chunks[-1:], bounds, seqs)
-    return Chunks(*map(int32, columns), int32(save_rows + [-1] * num_empty)), int32(positions)
 
 
 def clone(states):
@@ -105,9 +81,9 @@ def test_decode(dtype, state_dtype, heads, taps):
     for positions in ([0, 1, 0, 70, 9], [1, 2, 0, 71, 9]):
         u, ba = make_inputs(weights, len(rows))
         arguments = u, ba, weights, states, int32(positions), slots, rows
-        y = decode.gated_delta_decode(*arguments)
+        y = decode.decode(*arguments)
         assert (y[slots < 0] == 0).all()
-        twin = reference.gated_delta_decode(*arguments[:3], twin_states, *arguments[4:])
+        twin = reference.decode(*arguments[:3], twin_states, *arguments[4:])
         assert_close(y, twin, dtype)
         assert_states_close(states, twin_states, max(dtype, state_dtype, key=TOLERANCE.get))
 
@@ -119,8 +95,8 @@ def test_states_in_fp16_are_saturated():
     u, ba = make_inputs(weights, 1)
     ba[:] = torch.tensor([9.0] * 2 + [-9.0] * 2, device=DEVICE)  # all of beta, no decay
     twin_states = clone(states)
-    decode.gated_delta_decode(u, ba, weights, states, int32([5]), int32([0]), int32([2]))
-    reference.gated_delta_decode(u, ba, weights, twin_states, int32([5]), int32([0]), int32([2]))
+    decode.decode(u, ba, weights, states, int32([5]), int32([0]), int32([2]))
+    reference.decode(u, ba, weights, twin_states, int32([5]), int32([0]), int32([2]))
     assert states.delta[2].abs().max() == 65504
     assert_states_close(states, twin_states, torch.float16)
 
@@ -132,8 +108,8 @@ def check_prefill(weights, sequences, saved=None, state_dtype=torch.float32):
     u, ba = make_inputs(weights, len(positions))
     states = make_states(weights, state_dtype, num_rows=len(sequences) + PADDING + 1)
     twin_states = clone(states)
-    y = prefill.gated_delta_prefill(u, ba, weights, states, positions, chunks)
-    assert_close(y, reference.gated_delta_prefill(u, ba, weights, twin_states, positions, chunks), dtype)
+    y = prefill.prefill(u, ba, weights, states, positions, chunks)
+    assert_close(y, reference.prefill(u, ba, weights, twin_states, positions, chunks), dtype)
     assert_states_close(states, twin_states, max(dtype, state_dtype, key=TOLERANCE.get))
 
 
@@ -173,7 +149,7 @@ def test_prefill_without_states():
     chunks, positions = make_chunks([(0, 65, 0, -1), (7, 3, 1, 5)])
     arguments = *make_inputs(weights, len(positions)), weights, None, positions, chunks
     assert_close(
-        prefill.gated_delta_prefill(*arguments), reference.gated_delta_prefill(*arguments), torch.float32
+        prefill.prefill(*arguments), reference.prefill(*arguments), torch.float32
     )
 
 
@@ -183,7 +159,7 @@ def test_equal_tokens():
     chunks, positions = make_chunks([(0, 130, 0, -1)])
     u, ba = make_inputs(weights, 130)
     u[:], ba[:, 0] = u[:1].clone(), 5.0
-    y = prefill.gated_delta_prefill(u, ba, weights, make_states(weights), positions, chunks)
+    y = prefill.prefill(u, ba, weights, make_states(weights), positions, chunks)
     assert_close(y, recurrence(u, ba, weights)[0], torch.float32)
 
 
@@ -195,16 +171,16 @@ def test_prefill_then_decode_is_the_recurrence(ops):
     u, ba = make_inputs(weights, 135)
     expected, state = recurrence(u, ba, weights)
     whole, states = make_states(weights), make_states(weights)
-    y = ops[0].gated_delta_prefill(u, ba, weights, whole, positions, chunks)
+    y = ops[0].prefill(u, ba, weights, whole, positions, chunks)
     parts = []
     for begin, end, load_row in ((0, 40, -1), (40, 130, 2)):
         chunks, _ = make_chunks([(begin, end - begin, 2, load_row)])
         parts.append(
-            ops[0].gated_delta_prefill(u[begin:end], ba[begin:end], weights, states, positions[begin:end], chunks)
+            ops[0].prefill(u[begin:end], ba[begin:end], weights, states, positions[begin:end], chunks)
         )
     for i in range(130, 135):  # positions[i] by a kernel: no decode step may follow another without one between
         arguments = u[i : i + 1], ba[i : i + 1], weights, states, positions[i : i + 1] + 0, int32([i]), int32([2])
-        parts.append(ops[1].gated_delta_decode(*arguments))
+        parts.append(ops[1].decode(*arguments))
     for result, left in ((y, whole), (torch.cat(parts), states)):
         assert_close(result, expected, torch.float32)
         assert_close(left.delta[2], state, torch.float32)

@@ -26,7 +26,7 @@ from nanovllm.models.moe import SparseMoE
 from nanovllm.quantization.fp8.numbers import E4M3
 from nanovllm.quantization.int4 import numbers as int4
 
-from . import DEVICE, EPS, randn
+from . import DEVICE, EPS, rand, randn
 from .test_nvfp4_linear import make_weight as nvfp4_weight
 
 # share of the largest value: routing weights, products of a few hundred channels, and the rounding of the result
@@ -256,6 +256,15 @@ def test_fused_moe_of_published_shapes(shape, num_tokens):
 @pytest.mark.parametrize("name", ["mixtral", "olmoe", "groups", *map(gpu_param, ROUTINGS)])
 def test_fused_moe_with_every_routing(name, num_tokens):
     Problem(num_tokens, routing=ROUTINGS[name], padding=[num_tokens // 2]).check()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, gpu_param(3), gpu_param(300)])
+def test_a_router_with_a_norm_of_its_own(num_tokens):
+    """And factors of the experts' weights, as in Gemma 4."""
+    problem = Problem(num_tokens, padding=[num_tokens // 2] if num_tokens > 1 else [])
+    problem.norm_weight = randn(len(problem.norm_weight), scale=3.0)  # would choose other experts
+    weight = torch.ones_like(problem.norm_weight)
+    problem.check(add_residual=False, router_norm_weight=weight, expert_scales=rand(problem.E) + 0.5)
 
 
 @pytest.mark.parametrize("C, E, I", [(48, 6, 40), (72, 20, 24), (96, 5, 17)])

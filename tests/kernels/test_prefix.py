@@ -105,7 +105,8 @@ def small_tiles(monkeypatch):
     """Several row tiles of a group and several splits of its keys; decode splits that begin inside sequences."""
     config = prefix.PrefixConfig(16, 64, num_warps=4, num_stages=2, programs_per_sm=3, split_tiles=2)
     monkeypatch.setattr(prefix, "prefix_config", lambda *_: config)
-    monkeypatch.setattr(decode, "decode_config", lambda *_: decode.DecodeConfig(32, 2, 2, programs_per_sm=3))
+    apart = decode.DecodeConfig(32, 2, 2, programs_per_sm=3, merge_apart=True)
+    monkeypatch.setattr(decode, "decode_config", lambda num_seqs, *_: apart._replace(merge_apart=num_seqs % 2 == 0))
 
 
 GROUPS = [[(9, 640)], [(2, 512), (1, 128), (5, 256)], *at_night([(3, 1024), (4, 128)])]
@@ -118,7 +119,7 @@ CASES = [  # with splits in ``small_tiles``
     *(call(check_shared, [(5, SHARED_TOKENS)], [20], 2 * group, 2, 32, 64, FP32)
       for group in (1, 3, 8, *at_night(2, 4, 7, 16))),
     *(call(check_shared, [(3, 2 * SHARED_TOKENS)], [1, 90], 4, 1, D, 64, dtype)
-      for D, dtype in each_once((64, 80, 128), TYPES)),
+      for D, dtype in each_once((64, 80, 128, 512), TYPES)),
     # one group and several, of different lengths; tiles with one split beside others with many; counters are reset
     *(call(check_shared, groups, [0, 33, 100], 4, 1, 32, n, FP32, launches=2, splits={})
       for groups, n in each_once(GROUPS, (16, 128))),
@@ -130,7 +131,7 @@ CASES = [  # with splits in ``small_tiles``
     *(call(check_shared, *groups, 16, 8, 128, 256, dtype, spare=20, launches=3, gpu=True)
       for groups in AT_SIZE for dtype in (BF16, FP16, FP32)),
     *(call(check_shared, TWO, TWO_OWN, 4 * group, 4, D, 256, BF16, launches=3, gpu=True)
-      for group in (1, 2, 4, 7, 8, 16) for D in (64, 128, 256)),
+      for group in (1, 2, 4, 7, 8, 16) for D in (64, 128, 256, 512)),
     *(call(check_shared, TWO, TWO_OWN, *heads, 256, BF16, 2, 3, sinks, softcap, gpu=True)
       for *heads, sinks, softcap in OTHER_SCORES),
 ]  # fmt: skip

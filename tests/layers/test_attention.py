@@ -16,10 +16,10 @@ from nanovllm.layers.context import Context
       for name in ("triton", "flash_attn")),
     (("triton", "cuda", torch.bfloat16, 32), {},
      "the model has 32 query heads for each KV head, and the kernels take at most 16."),
-    # padded to 512, their tiles did not fit into shared memory: users saw Triton's OutOfResources at start
-    *(((name, "cuda", torch.bfloat16), {"head_dim": 288},
-       f"attention_backend={name!r}: the model has heads of 288, and the kernels take at most 256. Use")
-      for name in ("triton", "flash_attn")),
+    # padded to 1,024, their tiles do not fit into shared memory: users saw Triton's OutOfResources at start
+    *(((name, "cuda", torch.bfloat16), {"head_dim": size},
+       f"attention_backend={name!r}: the model has heads of {size}, and the kernels take at most {most}. Use")
+      for name, size, most in (("triton", 576, 512), ("flash_attn", 288, 256))),
     (("flash_attn", "cuda", torch.float32), {},
      "attention_backend='flash_attn' needs dtype bfloat16 or float16, not float32."),
     (("flash_attn", "cuda", torch.bfloat16), {"has_sinks": True},
@@ -32,11 +32,19 @@ def test_backends_that_are_refused(args, options, text):
 
 @pytest.mark.parametrize("args, options", [
     (("auto", "cpu", torch.float32), {}), (("sdpa", "cpu", torch.float32), {}), (("sdpa", "cuda", torch.float32), {}),
-    (("auto", "cuda", torch.bfloat16, 32), {}), (("auto", "cuda", torch.bfloat16), {"head_dim": 288}),
+    (("auto", "cuda", torch.bfloat16, 32), {}), (("auto", "cuda", torch.bfloat16), {"head_dim": 576}),
 ])  # fmt: skip
 def test_references_are_the_backend_without_kernels(args, options):
     backend = select_backend(*args, **options)
     assert backend.ops is kernels.select("cpu") and not backend.capturable and not backend.captures_prefill
+
+
+@pytest.mark.parametrize("head_dim", [256, 288, 512])
+def test_kernels_are_the_backend_of_wide_heads(head_dim):
+    pytest.importorskip("triton")
+    for name in ("auto", "triton"):
+        backend = select_backend(name, "cuda", torch.bfloat16, 8, head_dim)
+        assert backend.ops is kernels.select("cuda") and backend.capturable and backend.captures_prefill
 
 
 BLOCK_SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 16, 6, 2, 8

@@ -111,7 +111,10 @@ def threads_of_a_step(context) -> int:
 
 
 SMALL = Config().model_config  # the demo model
-LARGE = replace(SMALL, hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=8)
+LARGE = replace(
+    SMALL, hidden_size=1024, intermediate_size=3072, num_attention_heads=16,
+    layers=tuple(replace(layer, num_key_value_heads=8) for layer in SMALL.layers),
+)  # fmt: skip
 
 
 def test_layer_weights_counts_the_matrices_of_a_layer(make_llm):

@@ -29,7 +29,7 @@ def sizes_of(max_num_batched_tokens=16_384, max_num_seqs=512, tensor_parallel_si
              has_peers=False, max_work=prefill_graphs.MAX_LAYER_WORK, **shape):  # fmt: skip
     """Qwen3-0.6B if nothing else is given."""
     model = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8,
-             "head_dim": 128, "moe": None, "gated_delta": None, **shape}  # fmt: skip
+             "head_dim": 128, "moe": None, "recurrent": None, **shape}  # fmt: skip
     config = SimpleNamespace(
         max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs,
         tensor_parallel_size=tensor_parallel_size, model_config=SimpleNamespace(**model),

@@ -255,10 +255,11 @@ def num_blocks_in(num_bytes: Any, model: str, given: dict[str, Any]) -> int:
     dtype = str(given.get("dtype", "auto")).removeprefix("torch.")
     has_four_bytes = dtype in ("float32", "float") or (dtype == "auto" and (is_cpu or config.dtype == "float32"))
     bytes_of_one = 1 if given.get("kv_cache_dtype", "auto") != "auto" else 4 if has_four_bytes else 2
-    num_heads = max(1, config.num_key_value_heads // (given.get("tensor_parallel_size") or 1))
-    num_layers = sum(layer.mixer == "attention" for layer in config.layers)
-    head_dim = config.head_dim if is_cpu else max(16, 1 << (config.head_dim - 1).bit_length())  # as kernels pad it
-    block = 2 * num_layers * given["kvcache_block_size"] * num_heads * head_dim * bytes_of_one
+    num_ranks, values = given.get("tensor_parallel_size") or 1, 0
+    for layer in config.attention_layers:
+        head_dim = layer.head_dim if is_cpu else max(16, 1 << (layer.head_dim - 1).bit_length())  # as kernels pad it
+        values += 2 * -(-layer.num_stored_heads // num_ranks) * head_dim
+    block = values * given["kvcache_block_size"] * bytes_of_one
     if not isinstance(num_bytes, int) or num_bytes < block:
         raise ConfigError(
             f"LLM: kv_cache_memory_bytes={num_bytes!r:.100} must be an integer of at least {block}, the bytes of one "

@@ -25,18 +25,20 @@ from nanovllm.engine.images.decoding import open_image
 from nanovllm.engine.images.factory import KEYS, data_of, has_keys, options_of
 from nanovllm.engine.images.fetching import end_all
 from nanovllm.engine.images.messages import SizedImage, take_images
+from nanovllm.engine.images.processing import ImageProcessor
 from nanovllm.engine.images.sources import Permissions, name_of, read_source
 from nanovllm.engine.loading import NUM_THREADS, Attachments, Loading
 from nanovllm.engine.text.prompts import as_token_ids, split_prompt
 from nanovllm.engine.text.tokenizer import AsyncTokenizer
 from nanovllm.errors import CheckpointError, ConfigError, RequestError, as_request_error
 from nanovllm.models.vision import VisionConfig
-from nanovllm.utils.checkpoint import LOADING_LOCK
-from nanovllm.validation import did_you_mean
 
 NO_LIMIT = 999  # images in a prompt
 SIDES = ("resized_height", "resized_width")  # size of an image in pixels
 MAX_PROCESSORS = 64  # processors that are kept, each with different options
+# Threads that decode and resize at a time, at most half of the cores; the others wait for files and hosts. With every
+# core busy, the first pages are late and the device waits for launches (docs/experiments.md).
+CORES = threading.BoundedSemaphore(max(1, NUM_THREADS // 2))
 EXECUTORS: "weakref.WeakSet[ThreadPoolExecutor]" = weakref.WeakSet()  # executors of all engines
 
 
@@ -71,8 +73,7 @@ class Image:
 
     def __init__(self, loader: "ImageLoader", source: Any, options: dict[str, Any]):
         self._loader, self._source, self._options = loader, source, options
-        image = open_image(source)
-        pixels = loader.process(image, options)
+        image, pixels = self._process()
         self.grid = loader.vision.grid(pixels)
         self.num_tokens = loader.vision.num_tokens(self.grid)
         contents = source if isinstance(source, bytes) else b"%r" % (image.size,) + image.tobytes()
@@ -89,8 +90,14 @@ class Image:
                 self.pixels, self._again = self._again.result(), None
         return self.pixels
 
+    def _process(self) -> tuple[Any, dict[str, Any]]:
+        """The upright image, and the tensors that the tower takes."""
+        with CORES:
+            image = open_image(self._source)
+            return image, self._loader.process(image, self._options)
+
     def _process_again(self) -> Pixels:
-        return Pixels(self._loader, self._loader.process(open_image(self._source), self._options))
+        return Pixels(self._loader, self._process()[1])
 
 
 class LoadingImages(Loading):
@@ -144,7 +151,7 @@ class ImageLoader(Attachments):
         EXECUTORS.add(self.threads)
         self.max_bytes, self.num_bytes = int(config.max_pixel_gib * 2**30), 0  # bytes of ``Pixels``
         self._lock = threading.RLock()  # reentrant: garbage collection may drop pixels in a thread that holds it
-        self._processors: dict[str, Any] = {}  # processors by their options
+        self._processors: dict[str, ImageProcessor] = {}  # processors by their options
         self._processor({}, CheckpointError)
         self._processor(options, ConfigError)
         from nanovllm.runner.images import pixel_form  # imports torch
@@ -238,7 +245,7 @@ class ImageLoader(Attachments):
     def _check_sizes(self, sizes: dict[str, int]) -> None:
         """Raise RequestError for sizes of one image that contradict each other, or where the processor has none."""
         for name in sizes:
-            if "min_pixels" not in self._processor({}, RequestError).valid_kwargs.__annotations__:
+            if "min_pixels" not in self._processor({}, RequestError).given.valid_kwargs.__annotations__:
                 raise RequestError(f"the image processor of this model has no option {name!r} for an image.")
         if len(alone := [side for side in SIDES if side in sizes]) == 1:
             raise RequestError(f"{alone[0]} of an image needs {' and '.join(SIDES)}.")
@@ -266,10 +273,10 @@ class ImageLoader(Attachments):
         try:
             processor = self._processor(options, RequestError)
             if SIDES[0] in options:
-                fit = sys.modules[type(processor).__module__].smart_resize
+                fit = sys.modules[type(processor.given).__module__].smart_resize
                 height, width = fit(*(options[side] for side in SIDES), **self._bounds)
                 image = image.resize((width, height))
-            return self._convert(processor(images=[image], return_tensors="pt"))
+            return self._convert(processor(image))
         except Exception as error:  # the processor rejects such sizes
             raise RequestError(f"the image processor cannot take this image: {error!s:.300}") from None
 
@@ -284,8 +291,8 @@ class ImageLoader(Attachments):
         with self._lock:
             self.num_bytes += num_bytes
 
-    def _processor(self, options: dict[str, Any], kind: type[Exception]) -> Any:
-        """transformers' image processor of the checkpoint with these options; it keeps the size of a resized image."""
+    def _processor(self, options: dict[str, Any], kind: type[Exception]) -> ImageProcessor:
+        """The image processor of the checkpoint with these options; it keeps the size of a resized image."""
         if SIDES[0] in options:
             options = {name: value for name, value in options.items() if name not in SIDES}
             options |= {name: value for name, value in self._bounds.items() if name != "factor"}
@@ -294,33 +301,13 @@ class ImageLoader(Attachments):
             if key in self._processors:
                 return self._processors[key]
         try:
-            processor = make_processor(self._model_path, options)
+            processor = ImageProcessor(self._model_path, options, self.vision)
         except TypeError as error:
             raise kind(f"mm_processor_kwargs: {error}") from None
         for name, size in self.vision.processor_sizes.items():
-            if (found := getattr(processor, name, size)) != size:
+            if (found := getattr(processor.given, name, size)) != size:
                 raise kind(f"the image processor has {name}={found!r:.50}, and the vision tower of config.json {size}.")
         with self._lock:
             if len(self._processors) == MAX_PROCESSORS:
                 self._processors.clear()
             return self._processors.setdefault(key, processor)
-
-
-def make_processor(model_path: str, options: dict[str, Any]) -> Any:
-    """transformers' image processor, of torchvision where that is installed, else of PIL; TypeError for an option."""
-    with LOADING_LOCK:
-        from transformers import AutoImageProcessor
-        from transformers.utils import is_torchvision_available
-
-        backend = "torchvision" if is_torchvision_available() else "pil"
-        try:
-            processor = AutoImageProcessor.from_pretrained(model_path, backend=backend, **options)
-        except Exception as error:
-            if options:  # without options the processor is already loaded
-                raise TypeError(f"{error!s:.300}") from None
-            raise CheckpointError(f"the image processor of {model_path} cannot be loaded: {error!s:.500}") from None
-    known = processor.valid_kwargs.__annotations__
-    for name in options:
-        if name not in known:
-            raise TypeError(f"the image processor has no option {name!r}.{did_you_mean(name, known)}")
-    return processor

@@ -17,7 +17,8 @@ is written, once, however many partial results were merged.
 
 A sequence within one split is written to `out` at once. Otherwise each of its splits leaves a partial result
 (accumulator, maximum, sum) in scratch slot split + sequence, and the last split to finish merges them. The splits of a
-sequence are consecutive, so slots never collide and the partials of one sequence lie side by side.
+sequence are consecutive, so slots never collide and the partials of one sequence lie side by side. Of few sequences
+with heads of 512 that would take longer than the rest (66 partial results of 16 KB): a second kernel merges them.
 
 The grid is one wave: loads run ahead of arithmetic across all of a program's tiles, and all programs end together.
 
@@ -43,6 +44,7 @@ from ..launch import (
     num_sms,
     pdl_launch_dependents,
     pdl_wait,
+    shared_kib,
     zero_counters,
 )
 from .paging import (
@@ -92,6 +94,15 @@ def load_shared(shared_lens_ptr, seq, mask):
         return 0
     else:
         return tl.load(shared_lens_ptr + seq, mask=mask, other=0)
+
+
+@triton.jit
+def tile_ends_of(context_lens_ptr, shared_lens_ptr, offs_b, num_seqs, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """i32[BLOCK_B], where the tiles of each sequence end when all are laid end to end; and the number of tiles."""
+    lens = tl.load(context_lens_ptr + offs_b, mask=offs_b < num_seqs, other=0)
+    shared_lens = load_shared(shared_lens_ptr, offs_b, offs_b < num_seqs)
+    tiles = tl.where(offs_b < num_seqs, num_attended_tiles(lens, shared_lens, WINDOW, BLOCK_N), 0)
+    return tl.cumsum(tiles, 0), tl.sum(tiles, 0)
 
 
 @triton.jit
@@ -171,7 +182,8 @@ def _decode_kernel(
     GQA_GROUP: tl.constexpr, KV_HEAD_PROGRAMS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
-    V_PAIRS: tl.constexpr, COLUMNS: tl.constexpr, PREFETCH: tl.constexpr, NUM_ROWS: tl.constexpr, USE_PDL: tl.constexpr,
+    V_PAIRS: tl.constexpr, COLUMNS: tl.constexpr, PREFETCH: tl.constexpr, NUM_ROWS: tl.constexpr, MERGE: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     # With NUM_ROWS GQA_GROUP counts the heads of all rows, and stride_q_seq and stride_out_seq step over all rows. The
     # window of the first row begins before that of the last.
@@ -187,11 +199,7 @@ def _decode_kernel(
 
     # i32[BLOCK_B]
     offs_b = tl.arange(0, BLOCK_B)
-    lens = tl.load(context_lens_ptr + offs_b, mask=offs_b < num_seqs, other=0)
-    shared_lens = load_shared(shared_lens_ptr, offs_b, offs_b < num_seqs)
-    tiles = tl.where(offs_b < num_seqs, num_attended_tiles(lens, shared_lens, REACH, BLOCK_N), 0)
-    tile_ends = tl.cumsum(tiles, 0)
-    num_tiles = tl.sum(tiles, 0)
+    tile_ends, num_tiles = tile_ends_of(context_lens_ptr, shared_lens_ptr, offs_b, num_seqs, REACH, BLOCK_N)
     split_tiles = tl.cdiv(num_tiles, tl.num_programs(1))
     begin = split * split_tiles
     end = tl.minimum(begin + split_tiles, num_tiles)
@@ -360,6 +368,8 @@ def _decode_kernel(
         table_ptr = tables_ptr + req_idx.to(tl.int64) * stride_table
         block_ids = load_block_ids(table_ptr, first, context, BLOCK_SIZE, BLOCK_N)
 
+    if not MERGE:
+        return
     # All threads store before one of them releases the counter, or the merging program may miss some partials.
     tl.debug_barrier()
     for seq in range(first_seq, last_seq + 1, tl.maximum(last_seq - first_seq, 1)):
@@ -375,22 +385,51 @@ def _decode_kernel(
                     partial_acc_ptr, partial_stats_ptr,
                     out_ptr + seq * stride_out_seq + kv_head * ROW_HEADS * stride_out_head,
                     first_split + seq, last_split + seq + 1, kv_head, num_kv_heads, stride_out_seq, stride_out_head,
-                    sinks_ptr, GQA_GROUP, HEAD_SIZE, BLOCK_D, BLOCK_G, BLOCK_P, NUM_ROWS,
+                    sinks_ptr, tl.arange(0, BLOCK_G), offs_d, GQA_GROUP, HEAD_SIZE, BLOCK_P, NUM_ROWS,
                 )  # fmt: skip
                 tl.store(counter_ptr, 0)  # for the next launch or graph replay
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_splits"])
+def _merge_kernel(
+    context_lens_ptr, shared_lens_ptr,  # as in _decode_kernel, which wrote the partial results before
+    partial_acc_ptr, partial_stats_ptr, sinks_ptr, out_ptr, num_seqs, num_splits, num_kv_heads, stride_out_seq,
+    stride_out_head,
+    GQA_GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, WINDOW: tl.constexpr, NUM_ROWS: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_D channels of a head of a sequence, if the sequence is cut."""
+    REACH: tl.constexpr = WINDOW + NUM_ROWS - 1 if WINDOW > 0 else 0
+    pdl_launch_dependents(USE_PDL)
+    seq = tl.program_id(0)
+    kv_head = tl.program_id(1) // GQA_GROUP
+    offs_b = tl.arange(0, BLOCK_B)
+    tile_ends, num_tiles = tile_ends_of(context_lens_ptr, shared_lens_ptr, offs_b, num_seqs, REACH, BLOCK_N)
+    split_tiles = tl.cdiv(num_tiles, num_splits)
+    first_split = tl.max(tl.where(offs_b < seq, tile_ends, 0), 0) // split_tiles
+    last_split = (tl.max(tl.where(offs_b <= seq, tile_ends, 0), 0) - 1) // split_tiles
+    pdl_wait(USE_PDL)
+    if first_split < last_split:
+        _merge_partials(
+            partial_acc_ptr, partial_stats_ptr,
+            out_ptr + seq * stride_out_seq + kv_head * (GQA_GROUP // NUM_ROWS) * stride_out_head,
+            first_split + seq, last_split + seq + 1, kv_head, num_kv_heads, stride_out_seq, stride_out_head, sinks_ptr,
+            tl.program_id(1) % GQA_GROUP + tl.arange(0, 1), tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D),
+            GQA_GROUP, HEAD_SIZE, BLOCK_P, NUM_ROWS,
+        )  # fmt: skip
 
 
 @triton.jit
 def _merge_partials(
     partial_acc_ptr, partial_stats_ptr, out_seq_ptr, first_slot, end_slot, kv_head, num_kv_heads, stride_out_seq,
-    stride_out_head, sinks_ptr, GQA_GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, NUM_ROWS: tl.constexpr,
+    stride_out_head, sinks_ptr, offs_g, offs_d, GQA_GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    BLOCK_P: tl.constexpr, NUM_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partials in scratch slots first_slot .. end_slot - 1 and write the group's heads of one sequence."""
+    """Merge the partials in scratch slots first_slot .. end_slot - 1, and write a sequence's result: these heads of a
+    group, these channels."""
     offs_p = tl.arange(0, BLOCK_P)
-    offs_g = tl.arange(0, BLOCK_G)
-    offs_d = tl.arange(0, BLOCK_D)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    BLOCK_G: tl.constexpr = offs_g.shape[0]
+    acc = tl.zeros([BLOCK_G, offs_d.shape[0]], tl.float32)
     total_max = tl.full([BLOCK_G], LOWEST, tl.float32)
     total_sum = tl.zeros([BLOCK_G], tl.float32)
     if sinks_ptr is not None:
@@ -437,11 +476,12 @@ class DecodeConfig(NamedTuple):
     kv_head_programs: int = 1  # programs that share the query heads of a KV head
     merged: int = 4096  # fp32 elements of partial results that a merge loads at a time
     columns: bool = True  # query heads are columns of the products, else rows
+    merge_apart: bool = False  # by a second kernel, with programs for each head
 
 
 def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: int, itemsize: int,
-                  num_rows: int = 1) -> DecodeConfig:
-    """Choose by batch size and heads alone: contexts change between replays of a graph."""
+                  num_rows: int = 1, shared_kib: int = 227) -> DecodeConfig:
+    """Choose by batch size, heads and GPU alone: contexts change between replays of a graph."""
     num_pairs = num_seqs * num_kv_heads  # (sequence, KV head) pairs
     block_d = triton.next_power_of_2(head_size)
     head_bytes = block_d * itemsize  # bytes of a token's keys in one KV head
@@ -450,11 +490,13 @@ def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: i
     one_warp = DecodeConfig(32, num_warps=1, num_stages=3, programs_per_sm=4, merged=2048)
     # In 16 bits, heads are rows: columns are as fast alone, but an 0.6B engine was 2.4 % slower (docs/experiments.md).
     # Heads of 64 in groups of 8 were measured as columns only, in an engine.
-    columns = itemsize == 1 or num_rows > 1 or (head_bytes <= 128 and gqa_group >= 8)
+    columns = itemsize == 1 or num_rows > 1 or block_d > 256 or (head_bytes <= 128 and gqa_group >= 8)
     if num_pairs <= 16:  # latency-bound: programs share a group's heads, and all read the same keys and values
         wanted = min(gqa_group // 2, 32 // num_pairs)
         programs = next(n for n in range(1, gqa_group + 1) if gqa_group % n == 0 and n >= wanted)
         config = DecodeConfig(32, num_warps=2, num_stages=3, programs_per_sm=2, kv_head_programs=programs, merged=8192)
+        if block_d == 256 and itemsize == 2 and programs == 1:  # half as many partial results: 9.1 -> 8.0 us
+            config = DecodeConfig(64, num_warps=4, num_stages=3, programs_per_sm=1, merged=8192)
     elif head_bytes <= 128 and (num_pairs <= 128 if itemsize == 1 else columns or num_seqs <= 16):
         config = one_warp
     elif head_bytes <= 128:
@@ -470,6 +512,16 @@ def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: i
     if num_rows > 1:  # partial results hold all rows; with many heads the merge takes longer than the tiles
         programs = next(n for n in range(min(gqa_group, MAX_HEAD_PROGRAMS), gqa_group + 1) if gqa_group % n == 0)
         config = DecodeConfig(32, num_warps=2, num_stages=3, programs_per_sm=2, kv_head_programs=programs, merged=8192)
+    if block_d > 256:  # accumulators of two warps would not fit into registers, three tiles of fp32 not into 99 KB
+        is_large = shared_kib >= 200
+        has_room = is_large and itemsize == 2 and num_rows == 1 and gqa_group <= 8
+        block_n, per_sm = (128, 1) if has_room else (64, 1 + is_large)
+        config = config._replace(block_n=block_n, num_warps=4, num_stages=2 if itemsize == 4 else 3,
+                                 programs_per_sm=per_sm)  # fmt: skip
+        if num_rows == 1:  # eight columns, or the tiles of smaller GPUs would not fit
+            programs = next(n for n in range(1, gqa_group + 1) if gqa_group % n == 0 and gqa_group // n <= 8)
+            # With few sequences one program would merge for longer than all of them compute.
+            config = config._replace(kv_head_programs=1 if is_large else programs, merge_apart=num_pairs <= 16)
     block_n = max(16, config.block_n * 256 // max(256, head_bytes))  # wider heads: the same number of bytes
     return config._replace(block_n=block_n, columns=columns)
 
@@ -493,7 +545,10 @@ def paged_decode_attention(
     num_kv_heads, gqa_group, head_size, block_size = attention_shape(q, k_cache, v_cache)
 
     num_rows = len(q) // num_seqs
-    config = decode_config(num_seqs, num_kv_heads, gqa_group, head_size, k_cache.element_size(), num_rows)
+    itemsize = k_cache.element_size()
+    config = decode_config(
+        num_seqs, num_kv_heads, gqa_group, head_size, itemsize, num_rows, shared_kib(q.device)
+    )  # fmt: skip
     num_kv_heads, gqa_group = num_kv_heads * config.kv_head_programs, gqa_group // config.kv_head_programs * num_rows
     shared_lens = prefix_acc = prefix_stats = None
     if groups is not None:
@@ -513,6 +568,8 @@ def paged_decode_attention(
     is_fp8 = k_cache.dtype == E4M3
     options = launch_options(q.device, pdl)
     block_d, block_g = triton.next_power_of_2(head_size), triton.next_power_of_2(gqa_group)
+    # Two sizes up to 512, not every power of two: each is a compilation at start-up.
+    block_b = 16 if num_seqs <= 16 else max(512, triton.next_power_of_2(num_seqs))
     launch(
         _decode_kernel, (num_kv_heads, num_splits),
         q, k_cache, v_cache, req_indices, context_lens, block_tables, out, partial_acc, partial_stats,
@@ -523,14 +580,21 @@ def paged_decode_attention(
         out.stride(1),
         STRIDE_SLOT=k_cache.stride(1), STRIDE_KV_HEAD=k_cache.stride(2),
         GQA_GROUP=gqa_group, KV_HEAD_PROGRAMS=config.kv_head_programs, HEAD_SIZE=head_size, BLOCK_SIZE=block_size,
-        # Two sizes up to 512, not every power of two: each is a compilation at start-up.
-        BLOCK_B=16 if num_seqs <= 16 else max(512, triton.next_power_of_2(num_seqs)),
-        COLUMNS=config.columns, BLOCK_H=max(8 if config.columns else 16, block_g), BLOCK_N=config.block_n,
-        BLOCK_D=block_d, BLOCK_G=block_g,
+        BLOCK_B=block_b, COLUMNS=config.columns, BLOCK_H=max(8 if config.columns else 16, block_g),
+        BLOCK_N=config.block_n, BLOCK_D=block_d, BLOCK_G=block_g,
         BLOCK_P=max(1, config.merged // (block_g * block_d)), WINDOW=window,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         V_PAIRS=is_fp8 and q.element_size() == 2 and has_inline_asm(q.device),
-        PREFETCH=num_seqs <= 8 and has_inline_asm(q.device), NUM_ROWS=num_rows,
+        PREFETCH=num_seqs <= 8 and has_inline_asm(q.device), NUM_ROWS=num_rows, MERGE=not config.merge_apart,
         num_warps=config.num_warps, num_stages=config.num_stages, **options,
     )  # fmt: skip
+    if config.merge_apart:
+        part = min(block_d, 128)
+        launch(
+            _merge_kernel, (num_seqs, num_kv_heads * gqa_group, block_d // part),
+            context_lens, shared_lens, partial_acc, partial_stats, sinks, out, num_seqs, num_splits, num_kv_heads,
+            out.stride(0) * num_rows, out.stride(1),
+            GQA_GROUP=gqa_group, HEAD_SIZE=head_size, BLOCK_B=block_b, BLOCK_N=config.block_n, BLOCK_D=part,
+            BLOCK_P=64, WINDOW=window, NUM_ROWS=num_rows, num_warps=4, **options,
+        )  # fmt: skip
     return out

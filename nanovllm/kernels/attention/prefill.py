@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ...quantization.fp8.numbers import E4M3
-from ..launch import has_large_shared_memory, launch, launch_options, pdl_launch_dependents, pdl_wait
+from ..launch import launch, launch_options, pdl_launch_dependents, pdl_wait, shared_kib
 from .paging import (
     LOWEST,
     attention_shape,
@@ -161,14 +161,19 @@ class PrefillConfig(NamedTuple):
     num_stages: int
 
 
-def prefill_config(max_rows: int, head_size: int, itemsize: int, large_shared_memory: bool) -> PrefillConfig:
-    """Choose for sequences of at most `max_rows` rows, query tokens * GQA_GROUP. Uses at most 98 KB of shared memory,
-    160 KB with `large_shared_memory`.
-    """
+def prefill_config(max_rows: int, head_size: int, itemsize: int, shared_kib: int) -> PrefillConfig:
+    """Choose for sequences of at most `max_rows` rows, query tokens * GQA_GROUP, and for the shared memory of a GPU."""
     if itemsize > 2:
-        return PrefillConfig(block_m=32, block_n=32 if head_size <= 128 else 16, num_warps=4, num_stages=2)
+        block_m, block_n = 32 if head_size <= 256 else 16, 32 if head_size <= 128 else 16
+        return PrefillConfig(block_m, block_n, num_warps=4, num_stages=2)
+    if head_size > 256:  # the accumulator takes half of the registers
+        if shared_kib >= 200:
+            return PrefillConfig(block_m=64, block_n=32, num_warps=8, num_stages=2)
+        return PrefillConfig(block_m=64, block_n=16, num_warps=8, num_stages=3 if shared_kib >= 160 else 2)
     if head_size > 128:
-        if large_shared_memory and max_rows > 64:
+        if shared_kib >= 200 and max_rows > 64:
+            return PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=2)
+        if shared_kib >= 160 and max_rows > 64:
             return PrefillConfig(block_m=128, block_n=32, num_warps=8, num_stages=3)
         return PrefillConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)
     if max_rows <= 64:
@@ -192,8 +197,7 @@ def paged_prefill_attention(
             kv_scale, out, sinks,
         )  # fmt: skip
 
-    large_shared_memory = has_large_shared_memory(q.device)
-    config = prefill_config(max_seqlen_q * gqa_group, head_size, k_cache.element_size(), large_shared_memory)
+    config = prefill_config(max_seqlen_q * gqa_group, head_size, k_cache.element_size(), shared_kib(q.device))
     launch(
         _prefill_kernel, (num_seqs * num_kv_heads, triton.cdiv(max_seqlen_q, config.block_m // gqa_group)),
         q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, out,

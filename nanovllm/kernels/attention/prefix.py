@@ -209,7 +209,10 @@ class PrefixConfig(NamedTuple):
 
 def prefix_config(head_size: int, itemsize: int) -> PrefixConfig:
     if itemsize == 4:  # no tensor cores: the products are FMAs on registers
-        return PrefixConfig(16, 32, num_warps=4, num_stages=2, programs_per_sm=4, split_tiles=8)
+        block_n = 32 if head_size <= 256 else 16
+        return PrefixConfig(16, block_n, num_warps=4, num_stages=2, programs_per_sm=4, split_tiles=8)
+    if head_size > 256:
+        return PrefixConfig(64, 16, num_warps=8, num_stages=3, programs_per_sm=1, split_tiles=16)
     if triton.next_power_of_2(head_size) > 128:
         return PrefixConfig(64, 32, num_warps=8, num_stages=3, programs_per_sm=1, split_tiles=8)
     return PrefixConfig(64, 64, num_warps=4, num_stages=3, programs_per_sm=1, split_tiles=8)

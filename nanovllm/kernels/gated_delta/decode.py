@@ -4,8 +4,7 @@ Owns that launch, and the arithmetic of a token, which prefill.py shares. Knows 
 
 Program (value head, token) reads and writes the head's state [V, K] part by part, and loads the next part meanwhile.
 With many sequences this traffic is the whole cost. Each value head of a key head computes q and k for itself; one of
-them stores the inputs. A step writes only the ring's slot that it does not read, so the programs of a token may run in
-any order.
+them stores the inputs.
 
 Legend: reference.py.
 """
@@ -15,14 +14,10 @@ import triton
 import triton.language as tl
 
 from ..launch import has_inline_asm, launch, launch_options, num_sms, pdl_launch_dependents, pdl_wait
+from ..recurrent.conv import as_stored, conv_before, silu
 from .reference import L2_EPS
 
 L2_EPSILON = tl.constexpr(L2_EPS)
-
-
-@triton.jit
-def silu(x):
-    return x / (1.0 + tl.exp(-x))
 
 
 @triton.jit
@@ -47,29 +42,6 @@ def gated_norm(o, z, weight, eps, AXIS: tl.constexpr):
     normalized = (wide * rstd).to(o.dtype).to(tl.float32)
     scaled = (normalized * weight.to(tl.float32)).to(weight.dtype)  # rounded as the product of two tensors in torch
     return (scaled.to(tl.float32) * silu(z.to(tl.float32))).to(o.dtype)
-
-
-@triton.jit
-def as_stored(state, dtype: tl.constexpr):
-    """Convert with saturation: the largest fp16 is 65,504. NaN stays NaN."""
-    if dtype == tl.float16:
-        state = tl.maximum(state, -65504.0, propagate_nan=tl.PropagateNan.ALL)
-        state = tl.minimum(state, 65504.0, propagate_nan=tl.PropagateNan.ALL)
-    return state.to(dtype)
-
-
-@triton.jit
-def conv_before(
-    ring_ptr, conv_ptr, channels, age, position, AXIS: tl.constexpr, CHANNELS: tl.constexpr, W: tl.constexpr
-):  # fmt: skip
-    """The convolution's sum over the W - 1 tokens before ``position``, fp32 of the shape of ``channels`` less AXIS.
-
-    ring_ptr: [W, CHANNELS], the inputs at those positions. age: 0, 1, ... along AXIS.
-    """
-    is_before = (age > 0) & (age < W)
-    taps = tl.load(ring_ptr + (position + W - age) % W * CHANNELS + channels, mask=is_before, other=0.0)
-    weights = tl.load(conv_ptr + channels * W + W - 1 - age, mask=is_before, other=0.0)
-    return tl.sum(taps.to(tl.float32) * weights.to(tl.float32), AXIS)
 
 
 @triton.jit
@@ -155,8 +127,8 @@ def _decode_kernel(
     tl.store(y_ptrs, gated_norm(tl.reshape(o, [V]).to(DTYPE), z, norm, eps, 0))
 
 
-def takes_delta_heads(key_dim, value_dim):
-    """See reference.takes_delta_heads. With heads of 16, prefill reads beyond shared memory (Triton 3.6, sm_90)."""
+def takes_heads(key_dim, value_dim):
+    """See reference.takes_heads. With heads of 16, prefill reads beyond shared memory (Triton 3.6, sm_90)."""
     return all(size >= 32 and size & (size - 1) == 0 for size in (key_dim, value_dim))
 
 
@@ -171,8 +143,8 @@ def decode_config(num_programs, key_dim, value_dim, delta, device):
     return block_v, num_warps, 96 if delta.element_size() == 2 and block_v < value_dim else 128
 
 
-def gated_delta_decode(u, ba, weights, states, positions, slot_mapping, req_indices):
-    """See reference.gated_delta_decode. Reads nothing on the host: fit for CUDA graphs.
+def decode(u, ba, weights, states, positions, slot_mapping, req_indices):
+    """See reference.decode. Reads nothing on the host: fit for CUDA graphs.
 
     The states are read before the PDL wait (see launch.py): a launch without PDL must lie between this one and the
     launch that wrote or copied them.
@@ -199,7 +171,7 @@ def gated_delta_decode(u, ba, weights, states, positions, slot_mapping, req_indi
 
 def strides(u, ba, weights, states):
     """Strides of a token in u and ba, and of a row in both states (0 without states); the rest is contiguous."""
-    assert takes_delta_heads(*weights.sizes[2:])
+    assert takes_heads(*weights.sizes[2:])
     assert u.stride(1) == ba.stride(1) == 1 and weights.conv.is_contiguous()
     if states is None:
         return u.stride(0), ba.stride(0), 0, 0

@@ -20,34 +20,9 @@ import triton
 import triton.language as tl
 
 from ..launch import has_large_shared_memory, launch, launch_options, num_sms, pdl_launch_dependents, pdl_wait
-from .decode import as_stored, gated_norm, inverse_length, log_decay, silu, strides
-from .reference import CHUNK
-
-
-@triton.jit
-def conv_chunk(
-    u_ptr, conv_ptr, ring_ptr, channels, num_tokens, num_before, position, is_restored, u_stride,
-    CHANNELS: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """silu of the convolution [C, N] of ``channels`` [N], of u's dtype.
-
-    u_ptr: the chunk's first token of ``num_tokens``; ``num_before`` tokens of its sequence precede it in this launch.
-    ring_ptr: with ``is_restored``, the inputs before ``position``, the first token's position.
-    """
-    offs_c = tl.arange(0, C)
-    y = tl.zeros([C, channels.shape[0]], tl.float32)
-    for i in tl.static_range(W):
-        weight = tl.load(conv_ptr + channels * W + W - 1 - i).to(tl.float32)
-        mask = (offs_c < num_tokens) & (offs_c - i >= -num_before)
-        ptrs = u_ptr + (offs_c - i)[:, None] * u_stride + channels[None, :]
-        y += tl.load(ptrs, mask=mask[:, None], other=0.0).to(tl.float32) * weight[None, :]
-    if ring_ptr is not None and is_restored:
-        for i in tl.static_range(1, W):
-            weight = tl.load(conv_ptr + channels * W + W - 1 - i).to(tl.float32)
-            mask = (offs_c < num_tokens) & (offs_c < i)
-            ptrs = ring_ptr + ((position + offs_c + W - i) % W)[:, None] * CHANNELS + channels[None, :]
-            y += tl.load(ptrs, mask=mask[:, None], other=0.0).to(tl.float32) * weight[None, :]
-    return silu(y).to(u_ptr.dtype.element_ty)
+from ..recurrent.conv import as_stored, conv_chunk, silu, store_inputs
+from ..recurrent.reference import CHUNK
+from .decode import gated_norm, inverse_length, log_decay, strides
 
 
 @triton.jit
@@ -85,7 +60,8 @@ def _conv_kernel(
         x = conv_chunk(
             u_ptr, conv_ptr, ring_ptr, head * K + offs_k, num_tokens, num_before, position, is_restored, u_stride,
             CHANNELS, W, C,
-        ).to(tl.float32)  # fmt: skip
+        )  # fmt: skip
+        x = silu(x).to(u_ptr.dtype.element_ty).to(tl.float32)
         x *= inverse_length(x, 1) * tl.where(head < HK, K**-0.5, 1.0)
         qk_ptrs = qk_ptr + (first * (2 * HK) + head) * K + offs_c * (2 * HK * K) + offs_k[None, :]
         tl.store(qk_ptrs, x.to(u_ptr.dtype.element_ty), mask)
@@ -95,6 +71,7 @@ def _conv_kernel(
             u_ptr, conv_ptr, ring_ptr, 2 * HK * K + v_head * V + offs_v, num_tokens, num_before, position, is_restored,
             u_stride, CHANNELS, W, C,
         )  # fmt: skip
+        v = silu(v).to(u_ptr.dtype.element_ty)
         tl.store(y_ptr + (first * HV + v_head) * V + offs_c * (HV * V) + offs_v[None, :], v, mask)
 
 
@@ -163,26 +140,6 @@ def _prepare_kernel(
     v = tl.load(y_ptrs, mask=mask[:, None], other=0.0)
     U = tl.dot((T * beta[None, :]).to(DTYPE), v, input_precision=PRECISION)
     tl.store(y_ptrs, U.to(DTYPE), mask=mask[:, None])
-
-
-@triton.jit
-def store_inputs(
-    u_ptr, ring_ptr, row, load_row, channels, start, end, position, u_stride, ring_stride,
-    CHANNELS: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """Store ``channels`` of the last W - 1 inputs before token ``end`` of position ``position`` to the ring of ``row``.
-
-    Inputs before token ``start`` come from the ring of ``load_row``, which may be the same row.
-    """
-    for i in tl.static_range(1, W):
-        offs = (position + W - i) % W * CHANNELS + channels
-        if end - i >= start:
-            x = tl.load(u_ptr + (end - i) * u_stride + channels)
-        elif load_row >= 0:
-            x = tl.load(ring_ptr + load_row * ring_stride + offs)
-        else:
-            x = tl.zeros(channels.shape, ring_ptr.dtype.element_ty)
-        tl.store(ring_ptr + row * ring_stride + offs, x)
 
 
 @triton.jit
@@ -316,8 +273,8 @@ def scan_config(num_heads, value_dim, dtype, device):
     return min(32 if is_large else block_v, value_dim), 1 if is_large else 2
 
 
-def gated_delta_prefill(u, ba, weights, states, positions, chunks):
-    """See reference.gated_delta_prefill. Reads nothing on the host: fit for CUDA graphs."""
+def prefill(u, ba, weights, states, positions, chunks):
+    """See reference.prefill. Reads nothing on the host: fit for CUDA graphs."""
     num_key_heads, num_value_heads, key_dim, value_dim = weights.sizes
     channels, W = weights.conv.shape
     num_tokens, device = len(u), u.device

@@ -1,7 +1,8 @@
 """PyTorch references of the gated delta net (arXiv:2412.06464): a recurrent mixer whose memory has a fixed size.
 
-Owns the meaning of the operations, the layout of the states and the values that describe a batch. Each value head has a
-state S [V, K] in fp32, which a token with key k, value v, decay g <= 0 and rate beta changes and reads::
+Owns the meaning of the operations and the layout of the states; ``recurrent/reference.py`` describes a batch. Each
+value head has a state S [V, K] in fp32, which a token with key k, value v, decay g <= 0 and rate beta changes and
+reads::
 
     S = exp(g) S
     S = S + beta (v - S k) k^T
@@ -12,13 +13,11 @@ q, k and v come from a causal convolution over the last W tokens, and o passes t
 T packed tokens, S sequences, NC chunks, HK key heads of K, HV value heads of V; value head j has key head j * HK // HV.
 """
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-CHUNK = 64  # tokens that prefill computes at once; chunks end at multiples of it, counted from a sequence's first token
 L2_EPS = 1e-6
 
 
@@ -47,32 +46,12 @@ class GatedDeltaStates(NamedTuple):
     delta: torch.Tensor  # [rows, HV, V, K], fp32 or fp16
 
 
-class Chunks(NamedTuple):
-    """The sequences of a prefill in chunks; all i32. An empty sequence or chunk does nothing."""
-
-    cu_seqlens: torch.Tensor  # [S + 1], cumulative tokens
-    rows: torch.Tensor  # [S], rows that get the states after each sequence
-    load_rows: torch.Tensor  # [S], rows of the states that sequences begin with; -1: zeros
-    first_chunks: torch.Tensor  # [S + 1], cumulative chunks
-    bounds: torch.Tensor  # [NC + 1], cumulative tokens of the chunks
-    seqs: torch.Tensor  # [NC], sequence of a chunk
-    save_rows: torch.Tensor  # [NC], a snapshot of the states after this chunk; -1: none
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor]) -> "Chunks | None":
-        """Make it from a prefill's named arrays (``CHUNK_ARRAYS``); None for a decode step."""
-        return cls(*(tensors[name] for name in CHUNK_ARRAYS)) if CHUNK_ARRAYS[0] in tensors else None
-
-
-CHUNK_ARRAYS = tuple(f"chunks_{field}" for field in Chunks._fields)
-
-
-def takes_delta_heads(key_dim, value_dim):
+def takes_heads(key_dim, value_dim):
     """Whether the operations run with heads of K and V; the references with any."""
     return True
 
 
-def gated_delta_prefill(u, ba, weights, states, positions, chunks):
+def prefill(u, ba, weights, states, positions, chunks):
     """Run packed sequences, each from the states in its row of ``load_rows``.
 
     Args:
@@ -112,7 +91,7 @@ def gated_delta_prefill(u, ba, weights, states, positions, chunks):
     return y
 
 
-def gated_delta_decode(u, ba, weights, states, positions, slot_mapping, req_indices):
+def decode(u, ba, weights, states, positions, slot_mapping, req_indices):
     """Run one token of each of B sequences, with states in the rows ``req_indices``; u, ba, positions as for prefill.
 
     slot_mapping: i32[B]; a token with -1 is padding: its result is 0, and it stores no state.

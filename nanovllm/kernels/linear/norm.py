@@ -1,7 +1,7 @@
 """Triton: RMSNorm before and after a linear layer, and over all heads of q or k; quantization of tokens to e4m3.
 
-Owns `rms_norm`, `quantize_tokens`, `add_post_norm`, `qk_rms_norm` and `SplitKPartials`, which a norm first adds to the
-residual. Knows nothing of layers.
+Owns `rms_norm`, `quantize_tokens`, `add_post_norm`, `add_branch_norms`, `qk_rms_norm` and `SplitKPartials`, which a
+norm first adds to the residual. Knows nothing of layers.
 
 T tokens, C channels, S partial sums of a GEMM or of a token's experts; H query heads, K KV heads, D head size.
 """
@@ -174,37 +174,61 @@ def quantize_tokens(x):
 def post_norm_kernel(
     x_ptr,  # [T, C], tokens strided, written by the projection
     weight_ptr,  # [C]
+    second_ptr,  # [T, C], tokens strided, written by a kernel before; or None, likewise the next two
+    x_weight_ptr, second_weight_ptr,  # [C]: norms of x and of the second, whose sum is normed
+    scale_ptr,  # [1] or None
     residual_ptr,  # [T, C], tokens strided; the norm of x is added to it here
     x_stride,
+    second_stride,
     residual_stride,
     eps,
     NUM_CHANNELS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     USE_PDL: tl.constexpr,
-):
+):  # fmt: skip
     """One program: one token."""
     pdl_launch_dependents(USE_PDL)
     token = tl.program_id(0).to(tl.int64)
     offs_c = tl.arange(0, BLOCK_C)
     mask = offs_c < NUM_CHANNELS
     weight = tl.load(weight_ptr + offs_c, mask=mask, other=0.0)
+    if second_ptr is not None:
+        x_weight = tl.load(x_weight_ptr + offs_c, mask=mask, other=0.0)
+        second_weight = tl.load(second_weight_ptr + offs_c, mask=mask, other=0.0)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr).to(tl.float32)
     residual_ptrs = residual_ptr + token * residual_stride + offs_c
     pdl_wait(USE_PDL)
     x = tl.load(x_ptr + token * x_stride + offs_c, mask=mask, other=0.0)
+    if second_ptr is not None:
+        second = tl.load(second_ptr + token * second_stride + offs_c, mask=mask, other=0.0)
+        x = normalized(x, x_weight, mean_square(x, NUM_CHANNELS), eps)
+        second = normalized(second, second_weight, mean_square(second, NUM_CHANNELS), eps)
+        x = (x.to(tl.float32) + second.to(tl.float32)).to(x.dtype)
     residual = tl.load(residual_ptrs, mask=mask, other=0.0)
     y = normalized(x, weight, mean_square(x, NUM_CHANNELS), eps)
-    tl.store(residual_ptrs, (residual.to(tl.float32) + y.to(tl.float32)).to(residual.dtype), mask=mask)
+    total = (residual.to(tl.float32) + y.to(tl.float32)).to(residual.dtype)
+    if scale_ptr is not None:
+        total = (total.to(tl.float32) * scale).to(residual.dtype)
+    tl.store(residual_ptrs, total, mask=mask)
 
 
-def add_post_norm(x, weight, eps, residual):
+def add_post_norm(x, weight, eps, residual, scale=None):
     """See reference.add_post_norm. Adds to `residual` in place."""
-    num_tokens, num_channels = x.shape
-    assert x.stride(1) == residual.stride(1) == 1 and weight.is_contiguous()
+    return add_branch_norms(x, None, None, None, weight, eps, residual, scale)
+
+
+def add_branch_norms(first, second, first_weight, second_weight, weight, eps, residual, scale=None):
+    """See reference.add_branch_norms. Adds to `residual` in place."""
+    num_tokens, num_channels = first.shape
+    assert first.stride(1) == residual.stride(1) == 1 and weight.is_contiguous()
+    assert second is None or second.stride(1) == 1
     block_c = triton.next_power_of_2(num_channels)
     launch(
-        post_norm_kernel, (num_tokens,), x, weight, residual, x.stride(0), residual.stride(0), eps,
+        post_norm_kernel, (num_tokens,), first, weight, second, first_weight, second_weight, scale, residual,
+        first.stride(0), 0 if second is None else second.stride(0), residual.stride(0), eps,
         NUM_CHANNELS=num_channels, BLOCK_C=block_c, num_warps=min(16, max(1, block_c // 256)),
-        **launch_options(x.device),
+        **launch_options(first.device),
     )  # fmt: skip
     return residual
 

@@ -34,6 +34,7 @@ def norm_rope_store_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    V_NORM: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_H of the H + 2K heads of one token."""
@@ -64,8 +65,11 @@ def norm_rope_store_kernel(
     raw_2 = tl.load(head_ptrs + HALF, mask=mask, other=0.0)
     dtype: tl.constexpr = raw_1.dtype
     x_1, x_2 = raw_1.to(tl.float32), raw_2.to(tl.float32)
-    if q_weight_ptr is not None:
+    if q_weight_ptr is not None or V_NORM:
         rstd = tl.rsqrt(tl.sum(x_1 * x_1 + x_2 * x_2, axis=1, keep_dims=True) / HEAD_DIM + eps)
+    if V_NORM:
+        raw_1, raw_2 = (x_1 * rstd).to(dtype), (x_2 * rstd).to(dtype)
+    if q_weight_ptr is not None:
         # Rounded to the storage type after each step, as in the reference.
         x_1 = ((x_1 * rstd).to(dtype).to(tl.float32) * tl.where(is_q, q_weight_1, k_weight_1)).to(dtype)
         x_2 = ((x_2 * rstd).to(dtype).to(tl.float32) * tl.where(is_q, q_weight_2, k_weight_2)).to(dtype)
@@ -98,7 +102,7 @@ def padded_head_dim(head_dim):
 
 def norm_rope_store(
     qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, num_kv_heads,
-    kv_scale=None,
+    kv_scale=None, v_norm=False,
 ):  # fmt: skip
     """See reference.norm_rope_store. Overwrites q in `qkv`; the result is a view of it.
 
@@ -106,7 +110,7 @@ def norm_rope_store(
     """
     num_tokens, num_all_heads = len(qkv), num_heads + 2 * num_kv_heads
     head_dim = qkv.shape[1] // num_all_heads
-    has_cache = k_cache is not None and k_cache.numel() > 0
+    has_cache = k_cache is not None and k_cache.numel() > 0 and num_kv_heads > 0
     assert qkv.stride(1) == 1 and cos_sin.is_contiguous() and cos_sin.dtype.is_floating_point
     assert head_dim & (head_dim - 1) == 0, f"head size {head_dim} is not a power of two"
     assert (q_weight is None) == (k_weight is None)
@@ -120,6 +124,6 @@ def norm_rope_store(
         k_cache if has_cache else None, v_cache if has_cache else None, kv_scale if is_fp8 else None,
         qkv.stride(0), eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_H=block_h,
-        num_warps=num_warps, **launch_options(qkv.device),
+        V_NORM=v_norm, num_warps=num_warps, **launch_options(qkv.device),
     )  # fmt: skip
     return qkv.unflatten(1, (num_all_heads, head_dim))[:, :num_heads]

@@ -598,7 +598,7 @@ def supports_qkv(x, weight, epilogue):
     num_heads, num_kv_heads = epilogue.num_heads, epilogue.num_kv_heads
     head_size = len(weight.data) // (num_heads + 2 * num_kv_heads)
     k_cache, v_cache = epilogue.k_cache, epilogue.v_cache
-    if k_cache is None or k_cache.numel() == 0 or head_size not in (64, 128):
+    if k_cache is None or k_cache.numel() == 0 or head_size not in (64, 128) or epilogue.v_norm:
         return False
     if num_heads * head_size % UNIT.value or num_kv_heads * head_size % UNIT.value:
         return False
@@ -641,7 +641,7 @@ def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None, residual=Non
     """
     (x, dtype, x_scale), (weight, weight_scale, *_) = x, weight
     (num_tokens, num_channels), num_features = x.shape, len(weight)
-    *epilogue_args, num_heads, num_kv_heads, kv_scale = epilogue or (None,) * 8 + (0, 0, None)
+    *epilogue_args, num_heads, num_kv_heads, kv_scale, _ = epilogue or (None,) * 8 + (0, 0, None, False)
     head_size = 0 if epilogue is None else num_features // (num_heads + 2 * num_kv_heads)
     if epilogue is not None and epilogue.k_cache.dtype != E4M3:
         kv_scale = None

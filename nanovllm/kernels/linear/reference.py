@@ -128,6 +128,7 @@ class QKVEpilogue(NamedTuple):
     num_heads: int
     num_kv_heads: int
     kv_scale: torch.Tensor | None = None  # fp32 [2, K], of keys and of values; read only where the caches are e4m3
+    v_norm: bool = False  # RMSNorm of values, too, without a weight
 
 
 def rms_norm(x, weight, eps):
@@ -140,9 +141,16 @@ def rms_norm(x, weight, eps):
     return (normalized.to(x.dtype) * weight).to(x.dtype)
 
 
-def add_post_norm(x, weight, eps, residual):
-    """residual + rms_norm(x), all [T, C]; the kernel overwrites `residual`."""
-    return residual + rms_norm(x, weight, eps)
+def add_post_norm(x, weight, eps, residual, scale=None):
+    """(residual + rms_norm(x)) [* scale [1]], all [T, C]; the kernel overwrites `residual`."""
+    total = residual + rms_norm(x, weight, eps)
+    return total if scale is None else (total * scale).to(total.dtype)
+
+
+def add_branch_norms(first, second, first_weight, second_weight, weight, eps, residual, scale=None):
+    """`add_post_norm` of rms_norm(first) + rms_norm(second), all [T, C]; the kernel overwrites `residual`."""
+    both = rms_norm(first, first_weight, eps) + rms_norm(second, second_weight, eps)
+    return add_post_norm(both, weight, eps, residual, scale)
 
 
 def qk_rms_norm(qkv, q_weight, k_weight, eps, mean_squares=None):
@@ -200,17 +208,19 @@ def padded_head_dim(head_dim):
 
 def norm_rope_store(
     qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, num_kv_heads,
-    kv_scale=None,
+    kv_scale=None, v_norm=False,
 ):  # fmt: skip
     """Per-head RMSNorm and rotary embedding of q and k, and the store of k and v to the KV cache.
 
-    qkv [T, (H + 2K) * D]; the rest is `QKVEpilogue`. Returns q [T, H, D], in the kernel a view of the overwritten qkv.
+    qkv [T, (H + 2K) * D]; the rest is `QKVEpilogue`. Without KV heads nothing is stored. Returns q [T, H, D], in the
+    kernel a view of the overwritten qkv.
     """
     num_all_heads = num_heads + 2 * num_kv_heads
     heads = qkv.unflatten(1, (num_all_heads, qkv.shape[1] // num_all_heads))
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     cos, sin = cos_sin[positions.long()].unsqueeze(1).chunk(2, dim=-1)  # [T, 1, D/2] each
-    if k_cache is not None and k_cache.numel() > 0:
+    if k_cache is not None and k_cache.numel() > 0 and num_kv_heads > 0:
+        v = rms_norm(v, 1.0, eps) if v_norm else v
         k = k if k_weight is None else rms_norm(k, k_weight, eps)
         store_kvcache(rotate(k, cos, sin), v, k_cache, v_cache, slot_mapping, kv_scale)
     q = q if q_weight is None else rms_norm(q, q_weight, eps)

@@ -35,7 +35,7 @@ MAX_TOKENS_FP32 = 256  # keep the experts' results in fp32 up to here; beyond, t
 
 def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_up, down, routing, slot_mapping,
               act="silu", add_residual=True, allow_split_k=False, base=None, biases=None, limit=0.0,
-              shared=None):  # fmt: skip
+              shared=None, router_norm_weight=None, expert_scales=None):  # fmt: skip
     """See reference.fused_moe. May overwrite `residual`, or return SplitKPartials of it with `allow_split_k`.
 
     Rows of padding (slot -1) of the result are undefined.
@@ -49,14 +49,17 @@ def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_u
         x, norm_weight = x if norm_weight is None else rms_norm(x, norm_weight, eps), None
     # Sigmoid or biased scores are of fp32 logits, as in transformers.
     logits_dtype = torch.float32 if in_fp32 else residual.dtype
-    if num_tokens <= MAX_TOKENS_ROUTER and norm_weight is None:
-        logits = router_partials(x, router_weight, of_router)
+    routed, routed_norm = (x, norm_weight) if router_norm_weight is None else (residual, router_norm_weight)
+    if routed_norm is not None and num_tokens > 1:
+        routed, routed_norm = rms_norm(routed, routed_norm, eps), None
+    if num_tokens <= MAX_TOKENS_ROUTER and routed_norm is None:
+        logits = router_partials(routed, router_weight, of_router)
     elif in_fp32:
-        logits = F.linear(x.float(), router_weight.float(), None if of_router is None else of_router.float())
+        logits = F.linear(routed.float(), router_weight.float(), None if of_router is None else of_router.float())
     else:
-        logits = fused_linear(x, Weight(router_weight), of_router, norm_weight, eps)
+        logits = fused_linear(routed, Weight(router_weight), of_router, routed_norm, eps)
     shared_gate = None if shared is None else (x, norm_weight if shared.gate is not None else None, eps, shared.gate)
-    ids, weights = route(logits, correction_bias, routing, slot_mapping, logits_dtype, shared_gate)
+    ids, weights = route(logits, correction_bias, routing, slot_mapping, expert_scales, logits_dtype, shared_gate)
     return chosen_experts(
         x, gate_up, down, ids, weights, act, norm_weight, eps, base if add_residual else None, allow_split_k,
         (of_gate_up, of_down), limit, shared,

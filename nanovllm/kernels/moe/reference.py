@@ -24,6 +24,7 @@ class Routing(NamedTuple):
     routed_scale: float = 1.0  # a factor of the weights
     num_groups: int = 1  # groups of E / num_groups neighbouring experts each
     top_groups: int = 1  # groups from which a token chooses: those with the largest sums of their two best scores
+    sum_eps: float = 1e-20  # added to the sum of the chosen, which may be 0
 
 
 class Shared(NamedTuple):
@@ -42,13 +43,14 @@ class Biases(NamedTuple):
     down: torch.Tensor  # [E, C]
 
 
-def route(logits, correction_bias, routing, slot_mapping):
+def route(logits, correction_bias, routing, slot_mapping, expert_scales=None):
     """The experts of each token, the best first, and their weights.
 
     Args:
         logits: [T, E], scored in fp32.
         correction_bias: fp32 [E] or None, added to the scores for the choice only.
         slot_mapping: i32[T]; a row with a negative slot is padding and chooses no expert.
+        expert_scales: [E] or None, factors of the weights.
 
     Returns:
         ids i32[T, k] and weights fp32 [T, k]; -1 and 0 in rows of padding. Of equal scores, and of equal groups, the
@@ -66,7 +68,8 @@ def route(logits, correction_bias, routing, slot_mapping):
     ids = best(choice, routing.top_k)
     weights = scores.gather(1, ids)
     if routing.renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
+        weights = weights / (weights.sum(-1, keepdim=True) + routing.sum_eps)
+    weights = weights if expert_scales is None else weights * expert_scales[ids]
     is_padding = (slot_mapping < 0).unsqueeze(1)
     return ids.int().masked_fill(is_padding, -1), (weights * routing.routed_scale).masked_fill(is_padding, 0.0)
 
@@ -79,6 +82,7 @@ def best(scores, count):
 def fused_moe(
     residual, norm_weight, eps, router_weight, correction_bias, gate_up, down, routing, slot_mapping, act="silu",
     add_residual=True, allow_split_k=False, base=None, biases=None, limit=0.0, shared=None,
+    router_norm_weight=None, expert_scales=None,
 ):  # fmt: skip
     """[residual +] the weighted sum of each token's experts, down(act(gate(x)) * up(x)), of x = rms_norm(residual).
 
@@ -93,6 +97,8 @@ def fused_moe(
         base: [T, C], is added in place of `residual`.
         biases: Biases, or None.
         limit: 0, or the limit of `clamped_swiglu`, which replaces act(gate) * up.
+        router_norm_weight: [C], the router takes rms_norm(residual) with this weight in place of x; None: it takes x.
+        expert_scales: as in `route`.
         shared: Shared, whose result is added, if `takes_shared_expert`. Else None: `base` holds its result, if any.
 
     The kernels may keep intermediate results in fp32 and overwrite `residual`. With allow_split_k they may return
@@ -100,8 +106,9 @@ def fused_moe(
     """
     x = residual if norm_weight is None else rms_norm(residual, norm_weight, eps)
     dtype = torch.float32 if routing.scoring == "sigmoid" or correction_bias is not None else x.dtype
-    logits = F.linear(x.to(dtype), router_weight.to(dtype), None if biases is None else biases.router.to(dtype))
-    ids, weights = route(logits, correction_bias, routing, slot_mapping)
+    routed = x if router_norm_weight is None else rms_norm(residual, router_norm_weight, eps)
+    logits = F.linear(routed.to(dtype), router_weight.to(dtype), None if biases is None else biases.router.to(dtype))
+    ids, weights = route(logits, correction_bias, routing, slot_mapping, expert_scales)
     of_experts = (None, None) if biases is None else (biases.gate_up, biases.down)
     total = chosen_experts(x, gate_up, down, ids, weights, act, biases=of_experts, limit=limit)
     base = residual if base is None else base

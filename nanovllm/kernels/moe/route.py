@@ -74,12 +74,14 @@ def route_kernel(
     logits_ptr,  # [SPLIT_K, T, E] contiguous, partial sums, written by the kernel before
     bias_ptr,  # fp32 [E] or None
     slot_mapping_ptr,  # i32[T]
+    scales_ptr,  # [E] or None
     x_ptr,  # [T, C], only with SHARED, written by a kernel before
     norm_weight_ptr, gate_ptr,  # [C] each, or None: x is normed, the shared expert has no gate
     ids_ptr,  # i32[T, k + SHARED], written here
     weights_ptr,  # fp32 [T, k + SHARED], written here
     num_tokens,
     routed_scale,
+    sum_eps,
     TOP_K: tl.constexpr,
     SHARED: tl.constexpr,  # a shared expert follows the chosen ones
     EPS: tl.constexpr,
@@ -138,8 +140,10 @@ def route_kernel(
         weights = tl.where(offs_k == j, tl.sum(tl.where(chosen, scores, 0.0), 0), weights)
         left = tl.where(chosen, -float("inf"), left)
     if RENORMALIZE:
-        weights = weights / (tl.sum(weights, 0) + 1e-20)
+        weights = weights / (tl.sum(weights, 0) + sum_eps)
     weights *= routed_scale
+    if scales_ptr is not None:
+        weights *= tl.load(scales_ptr + ids, mask=offs_k < TOP_K, other=0.0).to(tl.float32)
     if SHARED:
         ids = tl.where(offs_k == TOP_K, NUM_EXPERTS, ids)
         weights = tl.where(offs_k == TOP_K, share, weights)
@@ -148,7 +152,7 @@ def route_kernel(
     tl.store(weights_ptr + offs, tl.where(is_padding, 0.0, weights), mask=offs_k < TOP_K + SHARED)
 
 
-def route(logits, correction_bias, routing, slot_mapping, dtype=None, shared_gate=None):
+def route(logits, correction_bias, routing, slot_mapping, expert_scales=None, dtype=None, shared_gate=None):
     """See reference.route; logits also as partial sums fp32 [S, T, E], whose sum is rounded to `dtype`.
 
     shared_gate: (x, norm_weight, eps, gate_weight) of `add_shared_expert`, both weights or None. The shared expert
@@ -158,7 +162,7 @@ def route(logits, correction_bias, routing, slot_mapping, dtype=None, shared_gat
     if routing.top_groups < routing.num_groups:
         assert shared_gate is None
         logits = logits.sum(0).to(dtype) if logits.dim() == 3 else logits
-        return reference.route(logits, correction_bias, routing, slot_mapping)
+        return reference.route(logits, correction_bias, routing, slot_mapping, expert_scales)
     *_, num_tokens, num_experts = logits.shape
     assert logits.is_contiguous()
     x, norm_weight, eps, gate_weight = shared_gate or (None, None, 0.0, None)
@@ -166,9 +170,9 @@ def route(logits, correction_bias, routing, slot_mapping, dtype=None, shared_gat
     ids = torch.empty((num_tokens, num_chosen), dtype=torch.int32, device=logits.device)
     weights = torch.empty((num_tokens, num_chosen), dtype=torch.float32, device=logits.device)
     launch(
-        route_kernel, (num_tokens,), logits, correction_bias, slot_mapping,
+        route_kernel, (num_tokens,), logits, correction_bias, slot_mapping, expert_scales,
         None if gate_weight is None else x, norm_weight, gate_weight, ids, weights, num_tokens,
-        float(routing.routed_scale),
+        float(routing.routed_scale), float(routing.sum_eps),
         TOP_K=routing.top_k, SHARED=num_chosen > routing.top_k, EPS=eps, NUM_CHANNELS=num_channels,
         BLOCK_C=triton.next_power_of_2(num_channels), RENORMALIZE=routing.renormalize,
         SPLIT_K=len(logits) if logits.dim() == 3 else 1,

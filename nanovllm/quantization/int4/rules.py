@@ -153,7 +153,7 @@ def packed_layers(reader: "Reader", quantization: dict[str, Any], family: "Famil
         raise refusal(f"{head} ({outside[0]})")
     stems = {name.rpartition(".")[0] for name in tensors}
     stems |= {f"model.{stem}" for stem in stems}  # names in a decoder saved alone
-    modules = linears(num_experts, bool(family.recurrent)) | dict.fromkeys(OTHERS, ())
+    modules = linears(num_experts, family.recurrent) | dict.fromkeys(OTHERS, ())
     own: dict[tuple[int, str], list[str]] = {}  # (layer, linear layer here) -> the checkpoint's modules
     for i, (name, parts) in product(range(num_layers), modules.items()):
         prefix = f"model.layers.{i}."

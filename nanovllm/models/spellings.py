@@ -1,0 +1,55 @@
+"""Fields of ``config.json`` that an architecture spells in its own way, for ``Family.spelled``. Imports no torch."""
+
+from typing import Any
+
+from nanovllm.errors import CheckpointError
+from nanovllm.models.rope import POSITIVE, SIZE
+from nanovllm.validation import BOOLEAN, Rule, by_field, check_all, choice, list_of, optional
+
+LFM2 = by_field(
+    ("norm_eps block_ffn_dim_multiplier", optional(POSITIVE)),
+    ("block_ff_dim block_multiple_of intermediate_size", optional(SIZE)),
+    ("block_auto_adjust_ff_dim tie_embedding", optional(BOOLEAN)),
+    ("use_expert_bias", optional(choice(True))),
+)
+# Names of the same field of Mamba-2; the first is ours, as Granite and Falcon have it. The others are Nemotron's.
+MAMBA2_NAMES = (
+    ("mamba_n_heads", "mamba_num_heads"), ("mamba_d_head", "mamba_head_dim"), ("mamba_n_groups", "n_groups"),
+    ("mamba_d_state", "ssm_state_size"), ("mamba_d_conv", "conv_kernel"), ("mamba_conv_bias", "use_conv_bias"),
+    ("layer_types", "layers_block_type"), ("rms_norm_eps", "layer_norm_epsilon"),
+)  # fmt: skip
+MAMBA2 = by_field(
+    ("mamba_n_heads hidden_size num_hidden_layers", optional(SIZE)), ("mamba_d_ssm mamba_expand", optional(SIZE)),
+    ("position_embedding_type", choice(None, "nope", "rope")),
+    ("layer_types", list_of(Rule("", lambda x: isinstance(x, str)), "a list of kinds of layers")),
+    ("hybrid_override_pattern", Rule("letters M, E, * and -", lambda x: x is None or set(x) <= {*"ME*-"})),
+)
+OLD_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}  # in files older than transformers 5
+LETTERS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
+
+
+def of_mamba2(raw: dict[str, Any]) -> dict[str, Any]:
+    """Names of the fields; kinds of layers as in transformers 5; the size of a head; which layers are rotated."""
+    named = {names[0]: next((raw[x] for x in names if raw.get(x) is not None), None) for names in MAMBA2_NAMES}
+    given = check_all("config.json", raw | named, MAMBA2, CheckpointError)
+    kinds = given["layer_types"] or [LETTERS[letter] for letter in given["hybrid_override_pattern"] or ""]
+    num_layers = len(kinds) or given["num_hidden_layers"] or 0
+    width = given["mamba_d_ssm"] or (given["mamba_expand"] or 2) * (given["hidden_size"] or 0)
+    if named["mamba_d_head"] in (None, "auto"):
+        named["mamba_d_head"] = width // (given["mamba_n_heads"] or 1)
+    is_rotated = int(given["position_embedding_type"] == "rope")
+    return named | {
+        "layer_types": [OLD_TYPES.get(kind, kind) for kind in kinds], "num_hidden_layers": num_layers,
+        "no_rope_layers": [is_rotated] * num_layers,
+    }  # fmt: skip
+
+
+def of_lfm2(raw: dict[str, Any]) -> dict[str, Any]:
+    """The MLP has two thirds of the given width, rounded up, unless the file says that it is the real one."""
+    given = check_all("config.json", raw, LFM2, CheckpointError)
+    size, factor = given["block_ff_dim"] or given["intermediate_size"], raw.get("block_ffn_dim_multiplier", 1.0)
+    if size and given["block_auto_adjust_ff_dim"]:
+        size, multiple = int(2 * size / 3), given["block_multiple_of"] or 256
+        size = size if factor is None else -(-int(factor * size) // multiple) * multiple
+    is_tied = raw.get("tie_word_embeddings") if given["tie_embedding"] is None else given["tie_embedding"]
+    return {"intermediate_size": size, "rms_norm_eps": given["norm_eps"] or 1e-5, "tie_word_embeddings": is_tied}
