@@ -96,8 +96,6 @@ CASES: dict[str, tuple[str, dict]] = {
     "qwen3-vl": ("Qwen3VL", {**HEAD, **OF_HEAD, "rope_parameters": WIDE}),
     "qwen2-vl": ("Qwen2VL", {**OF_QWEN2_VL, "rope_parameters": MROPE}),
     "qwen2.5-vl": ("Qwen2_5_VL", {**VISION, "rope_parameters": MROPE}),
-    "hunyuan": ("HunYuanDenseV1", {**HEAD, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4,
-                                                               "alpha": 50.0, "factor": 1.0}}),
     "olmo2": ("Olmo2", {}),
     "olmo3": ("Olmo3", {
         "sliding_window": 12,

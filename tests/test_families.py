@@ -32,7 +32,7 @@ RNG = random.Random(0)
 IDS = [RNG.randrange(2, 128) for _ in range(60)]
 PROMPTS = [IDS[:1], IDS[:17], IDS[5:45]]  # with the tokens to come beyond every window, and one block
 NUM_DECODED = 12
-REPRESENTATIVES = ("llama", "qwen2-late-windows", "granite", "glm4", "gemma3", "olmo3", "ministral3", "hunyuan",
+REPRESENTATIVES = ("llama", "qwen2-late-windows", "granite", "glm4", "gemma3", "olmo3", "ministral3",
                    "gemma2", "gpt-oss-attention", "gemma4", "gemma4-e4b")  # fmt: skip
 
 
@@ -202,7 +202,7 @@ def test_same_tokens(case, way, checkpoint, expected, make_llm):
     assert (llm.scheduler.num_preemptions > 0) == (way == "preemption")
 
 
-@pytest.mark.parametrize("case, size", [("llama-tied-biased", 2), ("gemma3", 2), ("hunyuan", 2), ("olmo3", 4),
+@pytest.mark.parametrize("case, size", [("llama-tied-biased", 2), ("gemma3", 2), ("olmo3", 4),
                                         ("gemma2", 2), ("gpt-oss-attention", 4), ("gemma4", 2),
                                         ("gemma4-e4b", 2)])  # fmt: skip
 def test_ranks(case, size, checkpoint, expected, make_llm):
@@ -220,8 +220,7 @@ PLAIN = {
     "per_layer_size": 0,
 }  # fmt: skip
 PLAIN_FAMILY = {
-    "pre_norm": True, "post_norm": False, "norm_offset": 0.0, "interleaved": False, "norms_rotated": False,
-    "sinks": False, "v_norm": False,
+    "pre_norm": True, "post_norm": False, "norm_offset": 0.0, "interleaved": False, "sinks": False, "v_norm": False,
 }  # fmt: skip
 
 
@@ -270,7 +269,6 @@ def other_ropes(rope, head_dim):
         "llama3": {"factor": 3.0, "low_freq_factor": 0.5, "high_freq_factor": 8.0, "original_max_position": 64},
         "yarn": {"factor": 3.0, "original_max_position": 64, "beta_fast": 1.5, "beta_slow": 0.1,
                  "attention_factor": 1.5, "truncate": not rope.truncate, "llama_4_scaling_beta": 0.5},
-        "dynamic": {"alpha": 20.0},
         "longrope": {"factor": 3.0, "original_max_position": 64, "attention_factor": 1.5, "is_long": False,
                      "long_factor": rope.short_factor},
     }  # fmt: skip

@@ -125,8 +125,8 @@ VALUES = {
         ]},
         f"'silu' or 'swish' or 'gelu_pytorch_tanh' {OTHERS}": {"hidden_act": ["gelu", "relu", None]},
         f"'bfloat16' or 'float16' or 'float32' {OTHERS}": {"dtype": ["float8_e4m3fn"]},
-        f"'default' or 'linear' or 'llama3' or 'yarn' or 'longrope' or 'proportional' or 'dynamic' {OTHERS}": {
-            "rope_type": ["axial", ["yarn"]],
+        f"'default' or 'linear' or 'llama3' or 'yarn' or 'longrope' or 'proportional' {OTHERS}": {
+            "rope_type": ["dynamic", "axial", ["yarn"]],
         },
     },
 }  # fmt: skip
@@ -175,8 +175,6 @@ TEXTS = {  # the call -> [(what is given, a part of the text)]
     "StructuredOutputsParams": [({}, f"{ONE_OF} none."), ({"json_object": False}, f"{ONE_OF} none."),
                                 ({"json": "{}", "regex": "a"}, f"{ONE_OF} json and regex.")],
     "config.json": [
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic': alpha=None must be a"),
-        ({"rope_scaling": {"type": "dynamic", "alpha": 2.0}}, "alpha=2.0 is not supported for this architecture."),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope scaling 'linear': factor=None must be a positive number."),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor=0 must be a positive number"),
         ({"rope_scaling": {**YARN, "mscales": 0.7}}, "rope scaling 'yarn' with unsupported fields {'mscales': 0.7}."),

@@ -34,6 +34,11 @@ PASSES: dict[str, dict] = {
     "GPTNeoX": {"hidden_act": "gelu"},  # fused QKV, partial RoPE
     "OPT": {"ffn_dim": 96, "word_embed_proj_dim": 64},  # a decoder within the decoder; learned positions
     "Dots1": {**WINDOWS, **EXPERTS, "head_dim": 16},
+    # norms of q and k after RoPE, whose base is raised by alpha, as published; no row is for this
+    "HunYuanDenseV1": {"head_dim": 16, "rope_theta": 1e4, "rope_parameters": None, "rope_scaling": {
+        "type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }},
     "Apertus": {},  # an activation with parameters
     "StableLm": {},
     "AXK1": ANY | MLA, "DeepseekV2": ANY | MLA, "Glm4MoeLite": ANY | MLA, "Youtu": ANY | MLA,

@@ -164,11 +164,6 @@ MODELS = {
         ("LightOnOcrForConditionalGeneration", "LightOnOCRForConditionalGeneration"),  # transformers', and in files
         Family(qk_norm="head", **QWEN | {"defaults": QWEN["defaults"] | {"tie_word_embeddings": True}}, **VISION),
     ),
-    "HunYuanDenseV1ForCausalLM": Family(
-        qk_norm="head", norms_rotated=True, reads=("alpha", "use_qk_norm"),
-        defaults=EPS | {"max_position_embeddings": 2048},
-        renamed=(("query_layernorm", "q_norm"), ("key_layernorm", "k_norm")),
-    ),
     "SmolLM3ForCausalLM": Family(
         windows="unrotated", reads=("sliding_window", "use_sliding_window", "no_rope_layers"),
         defaults={"use_sliding_window": False, "no_rope_layer_interval": 4, "tie_word_embeddings": True,

@@ -399,7 +399,7 @@ def _ropes(raw: dict[str, Any], given: dict[str, Any], family: Family,
     else:
         full = local = raw
     of_full, of_local = RopeScaling.from_json(full), RopeScaling.from_json(local)
-    for name in ("partial_rotary_factor", "llama_4_scaling_beta", "alpha"):
+    for name in ("partial_rotary_factor", "llama_4_scaling_beta"):
         for rope in (of_full, of_local):
             if name == "partial_rotary_factor" and rope.kind == "proportional":
                 continue

@@ -63,10 +63,7 @@ class SelfAttention(nn.Module):
         if self.sinks is not None:
             self.sinks.weight_loader = row_loader(*qkv.shards["q"].place)  # type: ignore[attr-defined]
         weights: list[Any] = [norm.weight for norm in norms] if config.qk_norm == "head" else [None, None]
-        self.query_scales, self.rotated_weights = rope.query_scales, weights if family.norms_rotated else None
-        if self.rotated_weights:  # a rotation keeps the RMS of a head, but moves its weights
-            self.register_buffer("ones", torch.ones(D), persistent=False)
-            weights = [self.ones, self.ones]
+        self.query_scales = rope.query_scales
         # The epilogue of the QKV product; ``forward`` adds the step's tokens and the cache, which moves at a wake-up.
         self.qk = partial(
             QKVEpilogue, q_weight=weights[0], k_weight=weights[1], eps=eps, cos_sin=rope.cos_sin,
@@ -84,8 +81,6 @@ class SelfAttention(nn.Module):
             k_cache=self.attn.k_cache, v_cache=self.attn.v_cache,
         )  # fmt: skip
         q, gate = self.qkv_proj(residual, norm, qk, self.full_qk_norms)
-        if self.rotated_weights:  # scores are sums over dimensions, so the weights of keys may scale the queries
-            q = q * (self.rotated_weights[0] * self.rotated_weights[1])
         if self.query_scales is not None:
             q = q * self.query_scales[context.positions.long(), None, None]
         if context.logits_indices is not None:  # keys and values of the other tokens are stored by now

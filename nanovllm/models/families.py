@@ -15,7 +15,6 @@ class Family(NamedTuple):
     """How an architecture differs from Llama's: pre-norm, gated MLP, rotary halves, full attention."""
 
     qk_norm: str = ""  # RMSNorm of q and k before RoPE: "head" (of each head), "full" (of all heads at once), or ""
-    norms_rotated: bool = False  # whether that norm comes after RoPE
     v_norm: bool = False  # whether values are normed, each head by itself and without a weight
     qkv_bias: bool | None = None  # biases of these projections; None: as ``attention_bias`` says
     o_bias: bool | None = None  # likewise

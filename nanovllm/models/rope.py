@@ -39,14 +39,12 @@ ROPE_RULES = {  # rope_type -> its fields
         ("factor attention_factor", optional(POSITIVE)),
     ),
     "proportional": COMMON | {"factor": optional(POSITIVE)},
-    "dynamic": COMMON | {"alpha": POSITIVE},  # without alpha frequencies would depend on a sequence's length
 }  # fmt: skip
 
 MROPE = ("mrope_section", "mrope_interleaved")  # time, height and width are equal for text tokens
 UNREAD = {  # rope_type -> fields that files have beside it, and transformers does not read
     "default": ("original_max_position_embeddings",),
     "yarn": ("max_position_embeddings",),
-    "dynamic": ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
 }
 
 
@@ -60,8 +58,8 @@ class RopeScaling:
     """Rotary positions and their scaling."""
 
     # "default", "linear" (positions divided by ``factor``), "llama3", "yarn" (arXiv:2309.00071), "longrope"
-    # (arXiv:2402.13753), "dynamic" (``theta`` times alpha^(r / (r - 2)), r the rotated dimensions), or "proportional"
-    # (the first share of the pairs turns by the frequencies of whole heads; the others stay).
+    # (arXiv:2402.13753), or "proportional" (the first share of the pairs turns by the frequencies of whole heads; the
+    # others stay).
     kind: str = "default"
     theta: float = 1_000_000.0  # base of the rotary frequencies
     factor: float = 1.0  # context length over ``original_max_position``
@@ -74,7 +72,6 @@ class RopeScaling:
     mscale_all_dim: float = 0.0
     # Queries at position p are scaled by 1 + beta ln(1 + floor(p / original_max_position)).
     llama_4_scaling_beta: float = 0.0
-    alpha: float = 1.0
     low_freq_factor: float = 1.0  # llama3's borders, with the next field, in rotations within the original context
     high_freq_factor: float = 4.0
     short_factor: tuple[float, ...] = ()  # longrope's divisor of each frequency, up to the original length
@@ -141,8 +138,7 @@ class RopeScaling:
         import torch
 
         r = self.rotated_dims(head_dim)
-        theta = self.theta * self.alpha ** (r / (r - 2)) if self.kind == "dynamic" else self.theta
-        base = 1.0 / theta ** (torch.arange(0, r, 2, dtype=torch.float32, device="cpu") / r)
+        base = 1.0 / self.theta ** (torch.arange(0, r, 2, dtype=torch.float32, device="cpu") / r)
         original, scale = self.original_max_position, self.attention_factor
         if self.kind == "linear":
             return base / self.factor, 1.0
