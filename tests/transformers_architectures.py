@@ -68,8 +68,8 @@ REFUSED: dict[str, tuple[dict, str]] = {
     "MBart": ({}, MIXES),  # positions of their own
     **{name: ({}, f"{NOT_ALL} {kind}") for name, kind in {
         "AXK2": "indexed_attention", "BailingHybrid": "linear_attention", "Bamba": "linear_attention",
-        "DeepseekV32": "indexed_attention", "DeepseekV4": "compressed_sparse_attention", "FalconH1": "hybrid",
-        "FalconMamba": "linear_attention", "GlmMoeDsa": "indexed_attention", "GraniteMoeHybrid": "linear_attention",
+        "DeepseekV32": "indexed_attention", "DeepseekV4": "compressed_sparse_attention",
+        "FalconMamba": "linear_attention", "GlmMoeDsa": "indexed_attention",
         "HYV4": "indexed_attention", "Jamba": "linear_attention", "KimiLinear": "linear_attention",
         "Mamba": "linear_attention", "MiniMax": "linear_attention", "OlmoHybrid": "linear_attention",
         "RecurrentGemma": "linear_attention",
