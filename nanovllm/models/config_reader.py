@@ -62,8 +62,6 @@ def layer_types(*recurrent: str) -> Rule:
     return list_of(choice(*names), f"a list of {listed} (others are not supported)")
 
 
-
-
 RULES = by_field(
     ("layer_types", layer_types("linear_attention")),
     ("hidden_act", supported(*ACTIVATIONS)),
