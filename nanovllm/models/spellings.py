@@ -62,6 +62,7 @@ def of_nemotron_h(raw: dict[str, Any]) -> dict[str, Any]:
     return named | {
         "layer_types": [alone.get(kind, kind) for kind in named["layer_types"]],
         "hidden_act": raw.get("mlp_hidden_act") or raw["hidden_act"],
+        "rms_norm_eps": raw.get("layer_norm_epsilon") or 1e-5,
     }  # fmt: skip
 
 
