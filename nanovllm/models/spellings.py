@@ -49,6 +49,8 @@ def of_mamba2(raw: dict[str, Any]) -> dict[str, Any]:
 NEMOTRON_H = by_field(
     ("mlp_bias use_bias residual_in_fp32", optional(choice(False))), ("moe_latent_size", choice(None)),
     ("mamba_hidden_act", choice(None, "silu")),
+    # transformers raises the steps of a prefill to it, and not those of a decode step; the model was not trained so
+    ("time_step_min", Rule("a number <= 0.001 or None", lambda x: x is None or x <= 0.001)),
 )
 
 
@@ -60,6 +62,7 @@ def of_nemotron_h(raw: dict[str, Any]) -> dict[str, Any]:
     return named | {
         "layer_types": [alone.get(kind, kind) for kind in named["layer_types"]],
         "hidden_act": raw.get("mlp_hidden_act") or raw["hidden_act"],
+        "rms_norm_eps": raw.get("layer_norm_epsilon") or 1e-5,
     }  # fmt: skip
 
 

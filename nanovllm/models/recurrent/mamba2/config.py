@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 from nanovllm.errors import CheckpointError
 from nanovllm.models.recurrent import RecurrentConfig, StateShape
 from nanovllm.models.rope import POSITIVE, SIZE
-from nanovllm.validation import BOOLEAN, Rule, by_field, check, choice, list_of, optional
+from nanovllm.validation import BOOLEAN, Rule, by_field, check, choice, optional
 
 SCALES = Rule("a list of five positive numbers", lambda x: x is None or (len(x) == 5 and all(map(POSITIVE.accepts, x))),
               lambda x: tuple(x or (1.0,) * 5))  # fmt: skip
@@ -38,7 +38,8 @@ class Mamba2Config(RecurrentConfig):
         ("ssm_in_multiplier ssm_out_multiplier", Rule("a number > 0 or None", optional(POSITIVE).accepts,
                                                       lambda x: 1.0 if x is None else float(x))),
         ("mamba_proj_bias projectors_bias", optional(choice(False))),
-        ("time_step_limit", list_of(choice(0, float("inf"), {"__float__": "Infinity"}), "[0, Infinity] or None")),
+        ("time_step_limit", Rule("[0, Infinity] or None", lambda x: x is None or list(x) in (
+            [0, float("inf")], [0, {"__float__": "Infinity"}]))),
     )  # fmt: skip
     layers_field: ClassVar = "layers_block_type"
 
