@@ -87,6 +87,18 @@ def _granite_h(hidden: int, intermediate: int, heads: int, kv_heads: int, head_d
     }  # fmt: skip
 
 
+def _gemma4(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, full_kv_heads: int | None,
+            positions: int = 262_144, **more: Any) -> dict[str, Any]:
+    """Windows in five of six layers; full layers have heads of 512 and, with KV heads of their own, K = V."""
+    shape = _shape("Gemma4ForCausalLM", hidden, intermediate, layers, heads, kv_heads, 256, 262_144, positions)
+    return shape | {
+        "model_type": "gemma4_text", "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "eos_token_id": 1,
+        "sliding_window": 1024, "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * (layers // 6),
+        "num_global_key_value_heads": full_kv_heads, "attention_k_eq_v": full_kv_heads is not None,
+        "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0, **more,
+    }  # fmt: skip
+
+
 OTHERS = {  # published shapes of other families; model_type is for other engines
     "llama-3.2-1b": _shape("LlamaForCausalLM", 2048, 8192, 16, 32, 8, 64, 128_256, 131_072, **_llama3(32.0))
     | {"tie_word_embeddings": True},
@@ -109,6 +121,12 @@ OTHERS = {  # published shapes of other families; model_type is for other engine
         rope_local_base_freq=10_000.0, rope_scaling={"rope_type": "linear", "factor": 8.0},
         query_pre_attn_scalar=256, hidden_activation="gelu_pytorch_tanh", tie_word_embeddings=True,
     ),
+    "gemma-4-26b-a4b": _gemma4(2816, 2112, 30, 16, 8, 2, enable_moe_block=True, num_experts=128, top_k_experts=8,
+                               moe_intermediate_size=704),
+    "gemma-4-31b": _gemma4(5376, 21_504, 60, 32, 16, 4),
+    "gemma-4-12b": _gemma4(3840, 15_360, 48, 16, 8, 1),
+    "gemma-4-e4b": _gemma4(2560, 10_240, 42, 8, 2, None, 131_072, sliding_window=512, hidden_size_per_layer_input=256,
+                           vocab_size_per_layer_input=262_144, num_kv_shared_layers=18),
     "olmo-3-7b": _shape(
         "Olmo3ForCausalLM", 4096, 11_008, 32, 32, 32, 128, 100_278, 65_536, model_type="olmo3", rms_norm_eps=1e-6,
         sliding_window=4096, rope_theta=500_000.0,
@@ -130,6 +148,13 @@ OTHERS = {  # published shapes of other families; model_type is for other engine
                                    num_experts_per_tok=6, logits_scaling=6.0),
     "granite-4-h-1b": _granite_h(1536, 4096, 12, 4, 128, shared_intermediate_size=4096, num_local_experts=0,
                                  num_experts_per_tok=0, logits_scaling=6.0),
+    "nemotron-3-nano": _shape(  # config.json of nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16
+        "NemotronHForCausalLM", 2688, 1856, 52, 32, 2, 128, 131_072, 262_144, model_type="nemotron_h",
+        hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", layer_norm_epsilon=1e-5,
+        mamba_num_heads=64, mamba_head_dim=64, n_groups=8, ssm_state_size=128, conv_kernel=4, use_conv_bias=True,
+        n_routed_experts=128, num_experts_per_tok=6, moe_intermediate_size=1856, n_shared_experts=1,
+        moe_shared_expert_intermediate_size=3712, routed_scaling_factor=2.5, mlp_hidden_act="relu2",
+    ),
     "qwen3.5-0.8b": _qwen3_5(1024, 3584, 24, 8, 2, 16, tie_word_embeddings=True),
     "qwen3.5-9b": _qwen3_5(4096, 12_288, 32, 16, 4, 32),
     "qwen3.5-27b": _qwen3_5(5120, 17_408, 64, 24, 4, 48),

@@ -182,7 +182,15 @@ FALCON = {
     "attention_out_multiplier": 0.8, "mlp_multipliers": [0.9, 1.3], "ssm_in_multiplier": 1.25,
     "ssm_multipliers": [0.9, 1.1, 1.4, 0.8, 1.2], "ssm_out_multiplier": 1.5,
 }
+NEMOTRON = dict(
+    vocab_size=140, hidden_size=80, intermediate_size=112, max_position_embeddings=1024, head_dim=32,
+    mamba_num_heads=8, mamba_head_dim=32, ssm_state_size=64, n_groups=2, conv_kernel=4, n_routed_experts=8,
+    num_experts_per_tok=3, moe_intermediate_size=48, moe_shared_expert_intermediate_size=72, time_step_min=1e-9,
+    routed_scaling_factor=1.7, num_hidden_layers=6,
+    layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
+)
 HYBRID_CASES |= {
+    "nemotron-h": ("NemotronH", NEMOTRON),
     "falcon-h1": ("FalconH1", FALCON),
     "falcon-h1-norm": ("FalconH1", {**FALCON, "mamba_n_groups": 2, "mamba_rms_norm": True}),
     "granite-mamba-moe": ("GraniteMoeHybrid", GRANITE_MAMBA),

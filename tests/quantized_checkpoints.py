@@ -41,6 +41,9 @@ SIZES = dict(hidden_size=192, intermediate_size=352, num_hidden_layers=2, layer_
 MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=160)  # ranks cut the experts' blocks
 MORE = {
     "gemma3": {"layer_types": families.MIXED[1:3]},
+    "gemma4": {"layer_types": families.MIXED[1:3]},
+    "gemma4-moe": {"layer_types": families.MIXED[1:3]},
+    "gemma4-e4b": {"num_hidden_layers": 6, "layer_types": families.GEMMA4["layer_types"]},
     "qwen3-moe": {**MOE, "mlp_only_layers": [0]},
     "qwen2-moe": {  # heads of 64, which a GPU does not pad
         **MOE, "decoder_sparse_step": 1, "shared_expert_intermediate_size": 160, "hidden_size": 256,
@@ -51,7 +54,7 @@ MORE = {
     "gpt-oss": {"hidden_size": 96, "intermediate_size": 64},  # multiples of 32
 }
 LINEAR = re.compile(
-    r"model\.layers\.\d+\.((self_attn|mlp(\.shared_experts?|\.experts\.\d+)?)\.\w+_proj"
+    r"model\.layers\.\d+\.((self_attn|mlp(\.shared_experts?|\.experts\.\d+)?|experts\.\d+)\.\w+_proj"
     r"|linear_attn\.(in_proj_qkv|in_proj_z|in_proj_qkvz|out_proj)|conv\.(in|out)_proj|feed_forward\.w[123])\.weight"
 )
 Q, K, V, O = (f"self_attn.{x}_proj" for x in "qkvo")

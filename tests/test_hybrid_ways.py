@@ -17,9 +17,10 @@ WAYS_OF_HYBRIDS = {
     "chunks of 64, one snapshot": Way("cached chunked", {"max_num_batched_tokens": 64, "num_state_snapshots": 1}),
 }
 # A commit takes each way with one model of each list, which together have the layers of them all.
-KINDS = ("qwen3.5", "qwen3-next"), ("lfm2", "lfm2-moe"), ("granite-mamba", "granite-mamba-moe")
+KINDS = ("qwen3.5", "qwen3-next"), ("lfm2", "lfm2-moe"), ("granite-mamba-moe", "falcon-h1-norm", "nemotron-h")
 CASES = at_night(*product(families.HYBRID_CASES, WAYS_OF_HYBRIDS)) or [
-    case for names in KINDS for case in zip(cycle(names), WAYS_OF_HYBRIDS, strict=False)
+    *(case for names in KINDS for case in zip(cycle(names), WAYS_OF_HYBRIDS, strict=False)),
+    ("nemotron-h", "two ranks"),
 ]
 
 

@@ -12,8 +12,10 @@ from conftest import TINY
 
 from nanovllm.errors import CheckpointError
 from nanovllm.models import MODELS
+from nanovllm.models.config import Scales
 from nanovllm.models.config_reader import model_config
 from nanovllm.models.recurrent.gated_delta_net.config import GatedDeltaConfig
+from nanovllm.models.recurrent.mamba2.config import Mamba2Config
 from nanovllm.models.recurrent.short_conv.config import ShortConvConfig
 from nanovllm.models.rope import RopeScaling
 
@@ -73,6 +75,20 @@ QWEN3_5_MOE = QWEN3_5 | shape(
 )
 del QWEN3_5_MOE["intermediate_size"]  # no layer is dense
 
+GRANITE_H = shape(
+    1536, 512, 40, 12, 4, 100352, 131072, 1e-5, attention_bias=False, attention_multiplier=0.0078125,
+    embedding_multiplier=12, logits_scaling=6, residual_multiplier=0.22, normalization_function="rmsnorm",
+    layer_types=["mamba"] * 5 + (["attention"] + ["mamba"] * 9) * 3 + ["attention"] + ["mamba"] * 4,
+    mamba_chunk_size=256, mamba_conv_bias=True, mamba_d_conv=4, mamba_d_head=64, mamba_d_state=128, mamba_expand=2,
+    mamba_n_groups=1, mamba_n_heads=48, mamba_proj_bias=False, model_type="granitemoehybrid", rope_scaling=None,
+    position_embedding_type="nope", rope_theta=10000, tie_word_embeddings=True, eos_token_id=100257,
+)
+GRANITE_H_READ = dict(
+    head_dim=128, attention_scale=0.0078125, embed_scale=12.0, logit_scale=1 / 6, residual_scale=0.22,
+    tie_word_embeddings=True, ropes=(None,) * 4, eos_token_ids=(100257,),
+    recurrent=Mamba2Config(48, 1, 64, 128, 4, True, "gated", (1.0,) * 5, 1.0),
+)
+GRANITE_DENSE_READ = GRANITE_H_READ | {"family": MODELS["GraniteMoeHybridForCausalLM"].without_experts}
 LFM2_LAYERS = ["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)]
 LFM2 = {
     "block_auto_adjust_ff_dim": True, "block_dim": 2048, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256,
@@ -436,6 +452,42 @@ PUBLISHED = {
             ("Qwen3_5MoeForConditionalGeneration", {"model_type": "qwen3_5_moe", "text_config": QWEN3_5_MOE}),
         )
     },
+    "granite-4.0-h-tiny": ("GraniteMoeHybridForCausalLM", GRANITE_H | {"intermediate_size": 512,
+        "shared_intermediate_size": 1024, "num_local_experts": 64, "num_experts_per_tok": 6},
+        GRANITE_H_READ | dict(moe=moe(64, 6, 512, shared_size=1024))),
+    "granite-4.0-h-1b": ("GraniteMoeHybridForCausalLM", GRANITE_H | {"intermediate_size": 4096,
+        "shared_intermediate_size": 4096, "num_local_experts": 0, "num_experts_per_tok": 0}, GRANITE_DENSE_READ),
+    "granite-4.0-micro": ("GraniteMoeHybridForCausalLM", GRANITE_H | {"position_embedding_type": "rope",
+        "rope_theta": 10000000, "layer_types": ["attention"] * 40, "shared_intermediate_size": 8192,
+        "intermediate_size": 8192, "num_local_experts": 0, "num_experts_per_tok": 0},
+        GRANITE_DENSE_READ | {"ropes": (rope(1e7, 131072),) * 40}),
+    "Falcon-H1-0.5B": ("FalconH1ForCausalLM", shape(1024, 2048, 36, 8, 2, 32784, 16384, 1e-5, head_dim=64,
+        attention_bias=False, attention_in_multiplier=1.0, attention_out_multiplier=0.9375, attn_layer_indices=None,
+        embedding_multiplier=5.656854249492381, key_multiplier=0.390625, lm_head_multiplier=0.0390625,
+        mamba_chunk_size=128, mamba_conv_bias=True, mamba_d_conv=4, mamba_d_head=64, mamba_d_ssm=1536,
+        mamba_d_state=128, mamba_expand=2, mamba_n_groups=1, mamba_n_heads=24, mamba_norm_before_gate=False,
+        mamba_proj_bias=False, mamba_rms_norm=False, mamba_use_mlp=True, mlp_bias=False,
+        mlp_multipliers=[0.8838834764831844, 0.5859375], model_type="falcon_h1", projectors_bias=False,
+        rope_scaling=None, rope_theta=100000000000.0, ssm_in_multiplier=1.25, tie_word_embeddings=False,
+        ssm_multipliers=[0.4, 0.2, 0.4, 0.5, 0.4], ssm_out_multiplier=0.23570226039551587),
+        dict(head_dim=64, attention_scale=0.390625 / 8, embed_scale=5.656854249492381, logit_scale=0.0390625,
+        scales=Scales(0.9375, 0.8838834764831844, 0.5859375), ropes=(rope(1e11, 16384),) * 36,
+        recurrent=Mamba2Config(24, 1, 64, 128, 4, True, "", (0.5, 0.25, 0.5, 0.625, 0.5), 0.23570226039551587))),
+    "Nemotron-3-Nano-30B-A3B": ("NemotronHForCausalLM", {
+        "attention_bias": False, "chunk_size": 128, "conv_kernel": 4, "eos_token_id": 2, "expand": 2, "head_dim": 128,
+        "hidden_size": 2688, "intermediate_size": 1856, "layer_norm_epsilon": 1e-05, "mamba_head_dim": 64,
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "mamba_num_heads": 64,
+        "mamba_hidden_act": "silu", "mamba_proj_bias": False, "mamba_ssm_cache_dtype": "float32", "mlp_bias": False,
+        "max_position_embeddings": 262144, "mlp_hidden_act": "relu2", "model_type": "nemotron_h", "n_group": 1,
+        "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712, "n_groups": 8, "norm_eps": 1e-05,
+        "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 32,
+        "num_experts_per_tok": 6, "num_hidden_layers": 52, "num_key_value_heads": 2, "partial_rotary_factor": 1.0,
+        "residual_in_fp32": False, "rope_theta": 10000, "routed_scaling_factor": 2.5, "sliding_window": None,
+        "ssm_state_size": 128, "tie_word_embeddings": False, "time_step_floor": 0.0001, "time_step_max": 0.1,
+        "time_step_min": 0.001, "topk_group": 1, "use_bias": False, "use_conv_bias": True, "vocab_size": 131072},
+        dict(head_dim=128, rms_norm_eps=1e-5, act="relu2", ropes=(None,) * 6, eos_token_ids=(2,),
+        moe=moe(128, 6, 1856, shared_size=3712, routed_scale=2.5),
+        recurrent=Mamba2Config(64, 8, 64, 128, 4, True, "gated", (1.0,) * 5, 1.0))),
     # The MLP has two thirds of the published width. The first release has older names, LFM2.5 those of today.
     "LFM2-1.2B": ("Lfm2ForCausalLM", LFM2 | {"block_ff_dim": 12288, "full_attn_idxs": [2, 5, 8, 10, 12, 14],
         "rope_theta": 1000000.0}, LFM2_READ),
@@ -485,7 +537,9 @@ SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "vocab_size", "max_position_embeddings", "moe_intermediate_size", "num_experts", "num_local_experts",
     "n_routed_experts", "num_experts_per_tok", "moe_num_experts", "eos_token_id", "head_dim", "vision_config",
-    "text_config", "block_ff_dim",
+    "text_config", "block_ff_dim", "shared_intermediate_size", "mamba_n_heads", "mamba_d_head", "mamba_d_state",
+    "mamba_d_ssm", "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "hybrid_override_pattern",
+    "moe_shared_expert_intermediate_size",
 )  # fmt: skip
 
 
@@ -499,7 +553,8 @@ def test_as_transformers_reads_it(model, kept):
     import transformers
 
     architecture, raw, _ = PUBLISHED[model]
-    raw = copy.deepcopy({**SHARED, **raw} if kept == "all" else {name: raw[name] for name in SIZES if name in raw})
+    sizes = SIZES if "mamba_n_heads" not in raw else (*SIZES, "layer_types")  # by default no layer attends
+    raw = copy.deepcopy({**SHARED, **raw} if kept == "all" else {name: raw[name] for name in sizes if name in raw})
     if architecture.startswith("Mistral3"):  # transformers' default is tied, and gives way to an LM head in the files
         raw["tie_word_embeddings"] = False
     if architecture.startswith("Gemma3"):

@@ -30,7 +30,7 @@ WAYS = {
     "preempted": {"num_kvcache_blocks": 9, "enable_prefix_caching": False},
     "speculated": {"num_kvcache_blocks": 64, "speculative_config": {"method": "ngram", "adaptive": False}},
 }
-IN_ALL_WAYS = {"DeepseekV3", *at_night("Cohere2", "Gemma4")}
+IN_ALL_WAYS = {"DeepseekV3", *at_night("Cohere2", "Gemma3n")}
 COMMITTED = 10  # architectures that each commit runs
 
 

@@ -24,9 +24,10 @@ IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}  # of classes th
 PASSES: dict[str, dict] = {
     "Cohere2": {**WINDOWS, "logit_scale": 0.3},  # a factor after the head, parallel MLP, LayerNorm
     "DeepseekV3": MLA | EXPERTS,  # values narrower than keys, a bias that chooses experts
-    "Gemma4": {**WINDOWS, "head_dim": 16, "global_head_dim": 32, "num_hidden_layers": 6,  # heads and KV heads differ
-               "layer_types": [SLIDING, FULL] * 3, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": V,
-               "hidden_size_per_layer_input": 8},
+    "Gemma3n": {**WINDOWS, "head_dim": 16, "num_hidden_layers": 5,  # layers share keys and values
+                "layer_types": [SLIDING, SLIDING, FULL, SLIDING, FULL], "num_kv_shared_layers": 2,
+                "vocab_size_per_layer_input": V, "hidden_size_per_layer_input": 8, "laurel_rank": 4,
+                "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 5},
     "VaultGemma": {**WINDOWS, "head_dim": 16, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 5.0,
                    "query_pre_attn_scalar": 16},
     "MiMoV2Flash": {**WINDOWS, **EXPERTS, "head_dim": 24, "v_head_dim": 16, "num_key_value_heads": 2},  # sinks
@@ -46,13 +47,9 @@ PASSES: dict[str, dict] = {
     "GPT2LMHeadModel": {}, "CTRLLMHeadModel": {},
     "Helium": {"head_dim": 16}, "HunYuanMoEV1": ANY | {"head_dim": 16}, "Ministral": WINDOWS | {"head_dim": 16},
     "Cwm": WINDOWS | IDS, "Emu3": IDS, "ModernBertDecoder": {**IDS, "local_attention": 16},
-    "Gemma3n": {**WINDOWS, "head_dim": 16, "num_hidden_layers": 5,
-                "layer_types": [SLIDING, SLIDING, FULL, SLIDING, FULL], "num_kv_shared_layers": 2,
-                "vocab_size_per_layer_input": V, "hidden_size_per_layer_input": 8, "laurel_rank": 4,
-                "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 5},
     **dict.fromkeys((
         "Afmoe", "Arcee", "AriaText", "Beam", "BioGpt", "BitNet", "Cohere", "Cohere2Moe", "DiffLlama", "ExaoneMoe",
-        "FlexOlmo", "Flint", "Fuyu", "GPTBigCode", "Gemma4Unified", "Glm", "GraniteMoe", "GraniteMoeSWA",
+        "FlexOlmo", "Flint", "Fuyu", "GPTBigCode", "Glm", "GraniteMoe", "GraniteMoeSWA",
         "GraniteMoeShared", "GraniteSWA", "HyperCLOVAX", "Jais2", "JetMoe", "Kolibri1", "Laguna", "Mellum",
         "MiniMaxM3VL", "Moshi", "NanoChat", "Nemotron", "Olmo", "Persimmon", "Phi", "Phimoe", "SolarOpen", "Starcoder2",
     ), ANY),
@@ -71,8 +68,8 @@ REFUSED: dict[str, tuple[dict, str]] = {
     "MBart": ({}, MIXES),  # positions of their own
     **{name: ({}, f"{NOT_ALL} {kind}") for name, kind in {
         "AXK2": "indexed_attention", "BailingHybrid": "linear_attention", "Bamba": "linear_attention",
-        "DeepseekV32": "indexed_attention", "DeepseekV4": "compressed_sparse_attention", "FalconH1": "hybrid",
-        "FalconMamba": "linear_attention", "GlmMoeDsa": "indexed_attention", "GraniteMoeHybrid": "linear_attention",
+        "DeepseekV32": "indexed_attention", "DeepseekV4": "compressed_sparse_attention",
+        "FalconMamba": "linear_attention", "GlmMoeDsa": "indexed_attention",
         "HYV4": "indexed_attention", "Jamba": "linear_attention", "KimiLinear": "linear_attention",
         "Mamba": "linear_attention", "MiniMax": "linear_attention", "OlmoHybrid": "linear_attention",
         "RecurrentGemma": "linear_attention",

@@ -35,15 +35,18 @@ FEATURES = {
     ),
     "hybrids": Feature(
         ("engine/hybrid", "messages/recurrent.py", "runner/recurrent.py", "models/recurrent/mixer.py",
-         "models/recurrent/gated_delta_net", "models/recurrent/short_conv", "kernels/gated_delta", "kernels/short_conv",
-         "kernels/recurrent"),
-        r"HybridBlockManager|RecurrentStates|gated_delta_net|short_conv",
-        ("test_hybrids.py", "engine/test_snapshots.py", "kernels/test_gated_delta.py", "kernels/test_short_conv.py",
-         "kernels/chunks.py"),
+         "models/recurrent/gated_delta_net", "models/recurrent/mamba2", "models/recurrent/short_conv",
+         "kernels/gated_delta", "kernels/mamba2", "kernels/short_conv", "kernels/recurrent"),
+        r"HybridBlockManager|RecurrentStates|gated_delta_net|short_conv|mamba2",
+        ("test_hybrids.py", "engine/test_snapshots.py", "kernels/test_gated_delta.py", "kernels/test_mamba2.py",
+         "kernels/test_short_conv.py", "kernels/chunks.py"),
     ),
     "gated_delta_net": Feature(
         ("models/recurrent/gated_delta_net", "kernels/gated_delta"), r"gated_delta_net",
         ("test_hybrids.py", "kernels/test_gated_delta.py"),
+    ),
+    "mamba2": Feature(
+        ("models/recurrent/mamba2", "kernels/mamba2"), r"mamba2", ("test_hybrids.py", "kernels/test_mamba2.py"),
     ),
     "short_conv": Feature(
         ("models/recurrent/short_conv", "kernels/short_conv"), r"short_conv",

@@ -135,7 +135,6 @@ def shared_kib(device):
     return getattr(properties, "shared_memory_per_block_optin", 0) >> 10  # ROCm has no such property
 
 
-@functools.cache
 def has_large_shared_memory(device):
     """Whether a program may use 160 KB of shared memory, for the largest tiles: data-centre GPUs, not RTX 30 and 40."""
     return shared_kib(device) >= 160

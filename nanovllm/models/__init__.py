@@ -8,7 +8,7 @@
 from typing import Any
 
 from nanovllm.models.families import TOWER, Family
-from nanovllm.models.spellings import of_lfm2, of_mamba2
+from nanovllm.models.spellings import of_lfm2, of_mamba2, of_nemotron_h
 
 QWEN: dict[str, Any] = {
     "windows": "late", "reads": ("sliding_window", "use_sliding_window"),
@@ -57,13 +57,16 @@ GEMMA4 = Family(
         ("post_feedforward_layernorm_1", "mlp_post_norm.dense_norm"),
         ("post_feedforward_layernorm_2", "mlp_post_norm.experts_norm"), *GEMMA_NORMS,
     ),
-    tower=r"(?:model\.)?(?:vision_tower|vision_embedder|embed_vision|audio_tower|embed_audio)\..+",
 )  # fmt: skip
 GEMMA4_UNIFIED = GEMMA4._replace(
     defaults=GEMMA4.defaults | {
         "sliding_window": 1024, "max_position_embeddings": 262_144, "hidden_size_per_layer_input": 0,
     },
 )  # fmt: skip
+IN_TEXT: dict[str, Any] = {
+    "tower": r"(?:model\.)?(?:vision_tower|vision_embedder|embed_vision|audio_tower|embed_audio)\..+",
+    "unsupported": "images, video and audio",
+}
 POST = (("post_attention_layernorm", "mixer_post_norm"), ("post_feedforward_layernorm", "mlp_post_norm"))
 EPS = {"rms_norm_eps": 1e-5}
 OLMO2 = Family(qk_norm="full", pre_norm=False, post_norm=True, defaults=EPS, renamed=POST)
@@ -124,7 +127,7 @@ FALCON_H1 = Family(
     defaults=EPS | {
         "position_embedding_type": "rope", "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256,
         "mamba_d_conv": 4, "mamba_d_ssm": 1024, "mamba_rms_norm": False, "mamba_norm_before_gate": True,
-        "max_position_embeddings": 8192,
+        "max_position_embeddings": 8192, "eos_token_id": 2,
     },
     renamed=(*MAMBA2, (".feed_forward.", ".mlp."), ("pre_ff_layernorm", "post_attention_layernorm"),
              ("final_layernorm", "norm")),
@@ -180,6 +183,24 @@ MODELS = {
                  (".block_sparse_moe.", ".mlp.")),
     ),
     "FalconH1ForCausalLM": FALCON_H1,
+    "NemotronHForCausalLM": Family(
+        recurrent="mamba2", spelled=of_nemotron_h, ungated=True, experts="sigmoid", has_correction_bias=True,
+        reads=("position_embedding_type", "no_rope_layers", "routed_scaling_factor", "n_group", "topk_group"),
+        defaults=EPS | {
+            "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4,
+            "head_dim": 128, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688, "mlp_hidden_act": "relu2", "max_position_embeddings": 4096,
+        },
+        renamed=(("backbone.", "model."), ("model.embeddings.", "model.embed_tokens."),
+                 *((f".mixer.{name}", f".mamba.{name}") for name in ("in_proj", "out_proj", "A_log", "D", "dt_bias")),
+                 *((old.replace(".conv1d", ".mixer.conv1d").replace(".mamba.", ".mixer."), f".mamba.{new}") for old, new
+                   in ((".conv1d.weight", "conv_weight"), (".conv1d.bias", "conv_bias"), (".mamba.norm", "gate_norm"))),
+                 *((f".mixer.{x}_proj.", f".self_attn.{x}_proj.") for x in "qkvo"),
+                 (".mixer.shared_experts.", ".mlp.shared_expert."),
+                 (".mixer.experts.up_proj", ".mlp.experts.gate_up_proj"), (".mixer.", ".mlp."),
+                 ("model.norm_f.", "model.norm.")),
+        skipped=r"mtp\..*",
+    ),
     "SeedOssForCausalLM": Family(
         reads=("attention_out_bias",), defaults={"head_dim": 128, "attention_bias": True, "attention_out_bias": False}
     ),
@@ -212,8 +233,10 @@ MODELS = {
     ),
     "Gemma3ForCausalLM": GEMMA3,
     "Gemma3ForConditionalGeneration": GEMMA3._replace(renamed=VISION["renamed"] + GEMMA3.renamed, tower=TOWER),
-    **dict.fromkeys(("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), GEMMA4),
-    **dict.fromkeys(("Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"), GEMMA4_UNIFIED),
+    "Gemma4ForCausalLM": GEMMA4,
+    "Gemma4ForConditionalGeneration": GEMMA4._replace(**IN_TEXT),
+    "Gemma4UnifiedForCausalLM": GEMMA4_UNIFIED,
+    "Gemma4UnifiedForConditionalGeneration": GEMMA4_UNIFIED._replace(**IN_TEXT),
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": OLMO2._replace(
         windows="pattern", plain_window_rope=True, reads=("sliding_window",),

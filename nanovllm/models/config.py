@@ -150,6 +150,8 @@ class ModelConfig:
 
     def quantized(self) -> "ModelConfig":
         """With FP8 weights in the linear layers of attention, MLP and experts; as it is if the checkpoint has them."""
+        if self.family.ungated:
+            raise ConfigError("quantization='fp8' is not supported for Nemotron-H. Leave it out.")
         if self.family.gpt_oss_experts:
             raise ConfigError(
                 "quantization='fp8' is not supported for gpt-oss. Leave it out: its published experts are MXFP4, which "
@@ -208,7 +210,7 @@ class ModelConfig:
 
     def describe(self, runner: Any) -> str:
         """A clause of the line at start, about the model of a rank's runner."""
-        return ""
+        return " (text alone)" if self.family.unsupported else ""
 
     def prove(self, model: Any, block_size: int, captures: bool = False, rehearses: bool = False) -> None:
         """Compare a loaded model with its original. Rows need none: tests compare them with transformers."""

@@ -27,6 +27,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 PROBLEMS = "regression", "multi_label_classification", "single_label_classification"
 LABEL_ACTIVATIONS = {"regression": "", "multi_label_classification": "sigmoid"}  # by problem_type; else by their number
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # in config.json -> here
+UNGATED = "relu2"  # the activation of MLPs without a gate
 
 
 FLAG = Rule("true or false", optional(BOOLEAN).accepts, bool)
@@ -59,8 +60,6 @@ def layer_types(*recurrent: str) -> Rule:
     names = ("full_attention", "sliding_attention", *recurrent)
     listed = f"{', '.join(map(repr, names[:-1]))} or {names[-1]!r}"
     return list_of(choice(*names), f"a list of {listed} (others are not supported)")
-
-
 
 
 RULES = by_field(
@@ -110,7 +109,6 @@ MOE_NAMES = (  # names of the same field; the first is ours
     ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     ("num_experts_per_tok", "moe_k", "top_k_experts"),
     ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
-    ("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size"),
     ("routed_scaling_factor", "router_scaling_factor"),
     ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"),
     ("decoder_sparse_step", "moe_layer_interval"),
@@ -159,7 +157,10 @@ def model_config(raw: dict[str, Any], files: Sequence[Path] = ()) -> ModelConfig
     recurrent = RECURRENT_CONFIGS.get(family.recurrent)
     rules = RULES | (MOE_RULES if family.experts else {})
     rules |= recurrent.rules | {"layer_types": layer_types(*recurrent.mixers)} if recurrent else {}
+    rules |= {"hidden_act": choice(UNGATED)} if family.ungated else {}
     given = check_all("config.json", raw, rules, CheckpointError)
+    if family.ungated and raw.get("quantization_config"):
+        raise CheckpointError("config.json: quantized weights are not supported for this architecture.")
     hidden, head_dim = given["hidden_size"], given["head_dim"] or given["hidden_size"] // given["num_attention_heads"]
     quant_method, fp8, weights = read_quantization(raw, family, files)
     layers = _layers(raw, given, family, weights)
@@ -190,7 +191,7 @@ def model_config(raw: dict[str, Any], files: Sequence[Path] = ()) -> ModelConfig
         "qkv_bias": bias if qkv_bias is None else qkv_bias,
         "o_bias": bias if o_bias is None else o_bias,
         "mlp_bias": given["mlp_bias"] or given["use_bias"],
-        "act": ACTIVATIONS[given["hidden_act"]],
+        "act": UNGATED if family.ungated else ACTIVATIONS[given["hidden_act"]],
         "qk_norm": family.qk_norm or "head" * given["use_qk_norm"],
         # a factor of the input of q, k and v is one of the scores, squared, and of the result
         "attention_scale": (given["attention_multiplier"] or divisor**-0.5) * given["key_multiplier"]
@@ -241,7 +242,7 @@ def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
         raw["partial_rotary_factor"] = sizes["rotary_dim"] / sizes["head_dim"]
     if family.without_experts and not any(raw.get(field) for field in MOE_NAMES[0]):
         family = family.without_experts
-        raw["intermediate_size"] = raw.get("shared_intermediate_size", raw.get("intermediate_size"))
+        raw["intermediate_size"] = raw.get("shared_expert_intermediate_size") or raw.get("intermediate_size")
     if raw.get("tie_word_embeddings") is None:
         raw["tie_word_embeddings"] = family.defaults.get("tie_word_embeddings")
     if raw["hidden_act"] in (None, "gelu"):  # Gemma's old files say so, and mean the tanh form

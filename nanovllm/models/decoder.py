@@ -127,16 +127,21 @@ class DecoderLayer(nn.Module):
             return RMSNorm(config.hidden_size, config.rms_norm_eps, family.norm_offset) if is_there else None
 
         self.tp, self.sublayers = tp, []  # (module, names of the norms before and after)
+        is_alone = not (layer.mixer and layer.mlp)
         if layer.mixer:
             mixer = load_kind(MIXERS[layer.mixer])(config, layer, rope, backend, tp)
             for name, part in (getattr(mixer, "parts", {}) | {mixer.name: mixer}).items():
                 setattr(self, name, part)
-            self.input_layernorm, self.mixer_post_norm = norm(family.pre_norm), norm(family.post_norm)
-            self.sublayers.append((mixer.name, "input_layernorm", "mixer_post_norm"))
+            before = "norm" if is_alone else "input_layernorm"
+            setattr(self, before, norm(family.pre_norm))
+            self.mixer_post_norm = norm(family.post_norm)
+            self.sublayers.append((mixer.name, before, "mixer_post_norm"))
         if layer.mlp:
             self.mlp = load_kind(MLPS[layer.mlp])(config, layer, tp)
-            self.post_attention_layernorm, self.mlp_post_norm = norm(family.pre_norm), norm(family.post_norm)
-            self.sublayers.append(("mlp", "post_attention_layernorm", "mlp_post_norm"))
+            before = "norm" if is_alone else "post_attention_layernorm"
+            setattr(self, before, norm(family.pre_norm))
+            self.mlp_post_norm = norm(family.post_norm)
+            self.sublayers.append(("mlp", before, "mlp_post_norm"))
 
     def forward(self, residual: torch.Tensor, context: Context) -> torch.Tensor:
         """residual [T, C] -> [T, C]; [N, C] with ``context.logits_indices``."""

@@ -31,6 +31,7 @@ class Family(NamedTuple):
     # there is one, else by ``rope_theta``.
     plain_window_rope: bool = False
     rotates_windows_only: bool = False  # in a model with windows, layers without one have no RoPE
+    ungated: bool = False  # MLPs and experts have no gate, and the activation relu(x)^2
     decoder: str = "plain"  # a key of ``DECODERS``
     sparse_mlp: str = "experts"  # MLP of the sparse layers, a key of ``MLPS``
     without_experts: "Family | None" = None  # the row of its models whose number of experts is 0
@@ -56,6 +57,7 @@ class Family(NamedTuple):
     defaults: dict[str, Any] = {}  # noqa: RUF012 (read only)  # fields that published files leave out
     renamed: tuple[tuple[str, str], ...] = ()  # (in the checkpoint, here) parts of tensor names, replaced in this order
     skipped: str = ""  # regular expression of the names of tensors that nothing here uses
+    unsupported: str = ""  # what these models take besides text, and this library does not
     tower: str = ""  # regular expression of the names of the vision tower's tensors; "" has none
 
 

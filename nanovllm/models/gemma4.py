@@ -61,7 +61,7 @@ class DenseAndExperts(MLP):
 
 
 class BranchNorm(RMSNorm):
-    """The norm after ``DenseAndExperts``: of the sum of both results, each of which has a norm of its own."""
+    """The norms after ``DenseAndExperts``: one for each branch, and one for their sum."""
 
     def __init__(self, size: int, eps: float):
         super().__init__(size, eps)

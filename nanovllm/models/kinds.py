@@ -22,7 +22,7 @@ MIXERS = {
     "short_conv": "nanovllm.models.recurrent.short_conv.mixer.ShortConv",
 }
 # keyed by ``Family.recurrent``: subclasses of ``recurrent.RecurrentConfig``
-RECURRENT = {
+RECURRENT: dict[str, str] = {
     "gated_delta_net": "nanovllm.models.recurrent.gated_delta_net.config.GatedDeltaConfig",
     "mamba2": "nanovllm.models.recurrent.mamba2.config.Mamba2Config",
     "short_conv": "nanovllm.models.recurrent.short_conv.config.ShortConvConfig",
@@ -30,6 +30,7 @@ RECURRENT = {
 # keyed by ``LayerConfig.mlp``
 MLPS = {
     "dense": "nanovllm.models.decoder.MLP",
+    "ungated": "nanovllm.models.ungated.UngatedMLP",
     "experts": "nanovllm.models.moe.SparseMoE",
     "dense and experts": "nanovllm.models.gemma4.DenseAndExperts",
 }

@@ -241,7 +241,7 @@ def _parts(name: str, param: nn.Parameter, packed: dict[str, tuple[str, Any]]) -
         suffix = "weight_scale" if merged.endswith("_scale") else "weight"
         return [
             (f"{prefix}.experts.{expert}.{part}.{suffix}", (expert, shard_id)) for expert in range(len(param))
-            for shard_id, part in enumerate(EXPERT_PARTS[merged.removesuffix("_scale")])
+            for shard_id, part in enumerate(getattr(param, "parts", ()) or EXPERT_PARTS[merged.removesuffix("_scale")])
         ]  # fmt: skip
     shards = [
         (name.replace(f".{merged}.", f".{part}."), shard_id)

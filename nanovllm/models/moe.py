@@ -8,6 +8,7 @@ Legend: T packed tokens, C hidden size, E experts, I intermediate size of an exp
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +24,8 @@ from nanovllm.layers.weight_loader import Shard, Shards, copy_bias, copy_shard
 from nanovllm.models.config import LayerConfig, ModelConfig, MoEConfig
 from nanovllm.models.decoder import MLP
 from nanovllm.models.families import Family
+from nanovllm.models.ungated import UngatedMLP
+from nanovllm.quantization.fields import EXPERT_PARTS
 from nanovllm.quantization.mxfp4.tensors import rows_of_expert
 from nanovllm.quantization.weights import add_weight, new_bias
 from nanovllm.utils.checkpoint_tensor import CheckpointTensor
@@ -76,9 +79,10 @@ class Experts(nn.Module):
         E, I, C = moe.num_experts, moe.expert_size // tp.size, config.hidden_size
         shard = Shard(I, tp.rank, tp.size)
         in_turns = {None: ((0, 1), moe.expert_size)} if is_gpt_oss else None
-        self.gate_up_shards = Shards({0: shard, 1: shard}, in_turns)
+        parts = ("up_proj",) if self.family.ungated else EXPERT_PARTS["gate_up_proj"]
+        self.gate_up_shards = Shards(dict.fromkeys(range(len(parts)), shard), in_turns)
         has_16_bits = config.quant_method == "mxfp4" and not kernels.select().takes_mxfp4()
-        for name, num_features, num_channels in (("gate_up_proj", 2 * I, C), ("down_proj", C, I)):
+        for name, num_features, num_channels in (("gate_up_proj", len(parts) * I, C), ("down_proj", C, I)):
             scheme = None if has_16_bits else config.precision(layer, f"mlp.experts.{name}")
             add_weight(self, name, num_features, num_channels, scheme, E)
             self.register_parameter(f"{name}_bias", new_bias(E, num_features) if is_gpt_oss else None)
@@ -88,6 +92,7 @@ class Experts(nn.Module):
             same_dim = 1 if name.startswith("gate_up") else 0
             param.in_rows = partial(self.in_rows, param.shape[1:], same_dim)  # type: ignore[attr-defined]
             param.is_merged = is_gpt_oss  # type: ignore[attr-defined]
+            param.parts = parts if name.startswith("gate_up") else ("down_proj",)  # type: ignore[attr-defined]
 
     def load_gate_up(self, param: nn.Parameter, loaded: CheckpointTensor, shard_id: tuple[int, int | None]) -> None:
         """``shard_id``: expert, and 0 for its gate, 1 for up, None for both."""
@@ -147,7 +152,9 @@ class SparseMoE(nn.Module):
         )
         self.gate = Router(family, moe.num_experts, C)
         self.experts = Experts(config, moe, layer, tp)
-        self.shared_expert = MLP(config, layer, tp, "mlp.shared_expert", moe.shared_size) if moe.shared_size else None
+        make_shared: Any = UngatedMLP if family.ungated else MLP
+        of_shared = config, layer, tp, "mlp.shared_expert", moe.shared_size
+        self.shared_expert = make_shared(*of_shared) if moe.shared_size else None
         has_gate = self.shared_expert is not None and family.has_shared_gate
         self.shared_expert_gate = ReplicatedLinear(C, 1, tp=tp) if has_gate else None
 
@@ -171,7 +178,7 @@ class SparseMoE(nn.Module):
 
     def shared_to_merge(self, num_tokens: int) -> Shared | None:
         """The shared expert, where few tokens take it as one more of the experts."""
-        if self.shared_expert is None:
+        if self.shared_expert is None or self.act == "relu2":
             return None
         shared, (gate_up, _) = self.shared_expert, self.experts.weights()
         of_gate_up, of_down = shared.gate_up_proj.as_weight(), shared.down_proj.as_weight()

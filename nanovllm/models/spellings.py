@@ -16,7 +16,8 @@ LFM2 = by_field(
 MAMBA2_NAMES = (
     ("mamba_n_heads", "mamba_num_heads"), ("mamba_d_head", "mamba_head_dim"), ("mamba_n_groups", "n_groups"),
     ("mamba_d_state", "ssm_state_size"), ("mamba_d_conv", "conv_kernel"), ("mamba_conv_bias", "use_conv_bias"),
-    ("layer_types", "layers_block_type"), ("rms_norm_eps", "layer_norm_epsilon"),
+    ("layer_types", "layers_block_type"),
+    ("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size"),
 )  # fmt: skip
 MAMBA2 = by_field(
     ("mamba_n_heads hidden_size num_hidden_layers", optional(SIZE)), ("mamba_d_ssm mamba_expand", optional(SIZE)),
@@ -41,6 +42,24 @@ def of_mamba2(raw: dict[str, Any]) -> dict[str, Any]:
     return named | {
         "layer_types": [OLD_TYPES.get(kind, kind) for kind in kinds], "num_hidden_layers": num_layers,
         "no_rope_layers": [is_rotated] * num_layers,
+    }  # fmt: skip
+
+
+# Fields that would change the numbers of Nemotron-H, and the values that do not.
+NEMOTRON_H = by_field(
+    ("mlp_bias use_bias residual_in_fp32", optional(choice(False))), ("moe_latent_size", choice(None)),
+    ("mamba_hidden_act", choice(None, "silu")),
+)
+
+
+def of_nemotron_h(raw: dict[str, Any]) -> dict[str, Any]:
+    """A layer has a mixer or an MLP."""
+    check_all("config.json", raw, NEMOTRON_H, CheckpointError)
+    named = of_mamba2(raw)
+    alone = {"linear_attention": "only_mamba", "full_attention": "only_attention"}
+    return named | {
+        "layer_types": [alone.get(kind, kind) for kind in named["layer_types"]],
+        "hidden_act": raw.get("mlp_hidden_act") or raw["hidden_act"],
     }  # fmt: skip
 
 

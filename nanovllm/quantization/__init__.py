@@ -51,7 +51,7 @@ def read_quantization(raw: dict[str, Any], family: "Family",
 
 
 def read_schemes(quantization: dict[str, Any], family: "Family", modules: list[str]) -> dict[str, Any]:
-    """Schemes of ``modules``, for a decoder whose modules are not those of ``fields.linears``; None: 16 bits.
+    """Schemes of ``modules``; None: 16 bits. For decoders with other modules than ``fields.linears``.
 
     Raises:
         CheckpointError: the format is not supported, or not for linear layers.

@@ -119,7 +119,7 @@ def norm_offset(module: Any, eps: float) -> float | None:
 
 
 def exchange(model: Any, config: TransformersConfig, tp: TPGroup) -> None:
-    """Put this library's experts, gated MLPs, linear layers and RMSNorms in the place of those that compute the same.
+    """Exchange experts, gated MLPs, linear layers and RMSNorms for this library's, where both compute the same.
 
     ``model.schemes`` gets the packed schemes of modules, by their names here.
     """
@@ -225,10 +225,10 @@ def schemes_of(model: Any, config: TransformersConfig, linears: list[str]) -> di
 
 def exchange_experts(model: Any, experts: dict[str, Any], schemes: dict[str, Any], config: TransformersConfig,
                      tp: TPGroup) -> None:
-    """``exchange`` for experts; those of another form stay transformers', on a single rank in 16 bits.
+    """``exchange`` for experts. Other forms stay transformers', on a single rank in 16 bits.
 
     Raises:
-        CheckpointError: the checkpoint has them quantized.
+        CheckpointError: the checkpoint has experts of another form quantized.
     """
     acts = dict[Any, str]()
     for path, module in experts.items():

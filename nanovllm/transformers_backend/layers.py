@@ -137,7 +137,7 @@ class MLP(nn.Module):
 
 
 class Experts(moe.Experts):
-    """This library's experts in the place of those of transformers, ``given``; its router stays.
+    """This library's experts in the place of transformers', ``given``; its router stays.
 
     Args:
         act: of the gate, "silu" or "gelu_tanh".

@@ -71,7 +71,8 @@ def test_a_hopper_gpu_in_place_of_others(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     for without in (False, True):
         monkeypatch.setattr(launch, "WITHOUT_HOPPER", without)
-        assert launch.is_sm90.__wrapped__(device) == launch.has_large_shared_memory.__wrapped__(device) == (not without)
+        assert launch.is_sm90.__wrapped__(device) == (not without)
+        assert launch.shared_kib.__wrapped__(device) == (99 if without else 227)
 
 
 def test_kernels_are_loaded_once_compiled_without_an_asynchronous_mode(monkeypatch):

@@ -267,6 +267,20 @@ def test_a_router_with_a_norm_of_its_own(num_tokens):
     problem.check(add_residual=False, router_norm_weight=weight, expert_scales=rand(problem.E) + 0.5)
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "dtype", "sizes"),
+    [
+        (1, HALF, (32, 16, 12)), (7, torch.float32, (96, 5, 17)), (33, HALF, (32, 16, 12)),
+        *(gpu_param(n, torch.bfloat16, (2688, 128, 1856)) for n in (1, 64, 2048)),
+    ],
+)  # fmt: skip
+def test_experts_without_a_gate(num_tokens, dtype, sizes):
+    """Nemotron-H's: down(relu(up x)^2)."""
+    problem = Problem(num_tokens, *sizes, Routing(3, "sigmoid"), dtype, [num_tokens // 2] if num_tokens > 1 else [])
+    problem.weights[0] = Weight(problem.gate_up[:, : sizes[2]].contiguous())
+    problem.check(act="relu2")
+
+
 @pytest.mark.parametrize("C, E, I", [(48, 6, 40), (72, 20, 24), (96, 5, 17)])
 def test_fused_moe_of_odd_sizes(C, E, I):
     Problem(7, C, E, I, Routing(3)).check()

@@ -513,15 +513,17 @@ def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: i
         programs = next(n for n in range(min(gqa_group, MAX_HEAD_PROGRAMS), gqa_group + 1) if gqa_group % n == 0)
         config = DecodeConfig(32, num_warps=2, num_stages=3, programs_per_sm=2, kv_head_programs=programs, merged=8192)
     if block_d > 256:  # accumulators of two warps would not fit into registers, three tiles of fp32 not into 99 KB
-        is_large = shared_kib >= 200
-        has_room = is_large and itemsize == 2 and num_rows == 1 and gqa_group <= 8
-        block_n, per_sm = (128, 1) if has_room else (64, 1 + is_large)
+        is_large, has_few_heads = shared_kib >= 200, gqa_group <= 8
+        block_n, per_sm = 64, 1 + (is_large and (has_few_heads or num_rows > 1))
+        if is_large and has_few_heads and num_rows == 1 and itemsize == 2:
+            block_n, per_sm = 128, 1
         config = config._replace(block_n=block_n, num_warps=4, num_stages=2 if itemsize == 4 else 3,
                                  programs_per_sm=per_sm)  # fmt: skip
-        if num_rows == 1:  # eight columns, or the tiles of smaller GPUs would not fit
+        if num_rows == 1:
+            # Sixteen columns do not fit into 99 KB.
             programs = next(n for n in range(1, gqa_group + 1) if gqa_group % n == 0 and gqa_group // n <= 8)
             # With few sequences one program would merge for longer than all of them compute.
-            config = config._replace(kv_head_programs=1 if is_large else programs, merge_apart=num_pairs <= 16)
+            config = config._replace(kv_head_programs=1 if shared_kib >= 160 else programs, merge_apart=num_pairs <= 16)
     block_n = max(16, config.block_n * 256 // max(256, head_bytes))  # wider heads: the same number of bytes
     return config._replace(block_n=block_n, columns=columns)
 

@@ -74,7 +74,7 @@ def chosen_experts(x, gate_up, down, ids, weights, act="silu", norm_weight=None,
     """
     (num_tokens, num_channels), (of_gate_up, of_down) = x.shape, biases
     gate_up, down = usable(gate_up, x.dtype), usable(down, x.dtype)
-    if num_tokens <= MAX_TOKENS_GEMV:
+    if num_tokens <= MAX_TOKENS_GEMV and act != "relu2":
         shared_gate_up, shared_down = (None, None) if shared is None else (shared.gate_up.data, shared.down.data)
         h = gate_up_rows(x, norm_weight, eps, gate_up, ids, act, of_gate_up, limit, shared_gate_up)
         return down_rows(h, down, ids, weights, base, of_down, shared_down)
@@ -86,7 +86,7 @@ def chosen_experts(x, gate_up, down, ids, weights, act="silu", norm_weight=None,
     has_large = has_large_shared_memory(x.device)
     x = tokens_for(x, gate_up)
     kinds = x.scale is not None, gate_up.is_mxfp4, has_large, gate_up.has_words
-    config = grouped_config(len(h), num_experts, True, *kinds)
+    config = grouped_config(len(h), num_experts, act != "relu2", *kinds)
     grouped_gemm(config, x, gate_up, rows, counts, h, top_k, act, bias=of_gate_up, limit=limit)
     parts_dtype = torch.float32 if num_tokens <= MAX_TOKENS_FP32 else x.dtype
     parts = torch.empty((top_k, num_tokens, num_channels), dtype=parts_dtype, device=h.device)

@@ -102,8 +102,8 @@ def grouped_gemm_kernel(
     bias_ptr,  # [E, N or 2 N] or None
     rows_ptr,  # i32[E, T]
     counts_ptr,  # i32[E]
-    weights_ptr,  # fp32 [T * k], not with GATED
-    y_ptr,  # with GATED [T * k, Y_CHANNELS], else [k, T, N]; written here
+    weights_ptr,  # fp32 [T * k], not with OF_TOKENS
+    y_ptr,  # with OF_TOKENS [T * k, Y_CHANNELS], else [k, T, N]; written here
     num_tokens,
     split_m,
     TOP_K: tl.constexpr,
@@ -117,7 +117,8 @@ def grouped_gemm_kernel(
     USE_ASM: tl.constexpr,  # with MXFP4 and INT4
     ACT: tl.constexpr,  # with GATED
     LIMIT: tl.constexpr,  # with GATED
-    GATED: tl.constexpr,  # x is [T, K], the result act(gate) * up; else x is [T * k, K], the result weight * y
+    OF_TOKENS: tl.constexpr,  # x is [T, K], the result an activation; else x is [T * k, K], the result weight * y
+    GATED: tl.constexpr,  # the activation is act(gate) * up; else it is relu(x)^2
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -154,7 +155,7 @@ def grouped_gemm_kernel(
     for start in range(first, count, split_m * BLOCK_M):
         is_row = start + offs_m < count
         row = tl.load(rows_ptr + expert * num_tokens + start + offs_m, mask=is_row, other=0)
-        x_row = row // TOP_K if GATED else row
+        x_row = row // TOP_K if OF_TOKENS else row
         x_ptrs = x_ptr + x_row.to(tl.int64)[:, None] * X_CHANNELS + k[None, :]
         acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP_AB else (BLOCK_M, BLOCK_N), tl.float32)
         up = acc
@@ -201,11 +202,14 @@ def grouped_gemm_kernel(
                 up += bias[:, None] if SWAP_AB else bias[None, :]
         if GATED:
             acc = gated(acc, up, ACT, LIMIT)
+        elif OF_TOKENS:
+            acc = tl.maximum(acc, 0.0)
+            acc *= acc
         else:
             share = tl.load(weights_ptr + row, mask=is_row, other=0.0)
             acc *= share[None, :] if SWAP_AB else share[:, None]
         y = tl.trans(acc) if SWAP_AB else acc
-        y_row = row if GATED else row % TOP_K * num_tokens + row // TOP_K
+        y_row = row if OF_TOKENS else row % TOP_K * num_tokens + row // TOP_K
         column, exists = n, n < N
         if MXFP4 and GATED:
             y = tl.where(exists[None, :], y, 0.0)
@@ -299,9 +303,9 @@ def scale_group(weight):
 
 
 def grouped_gemm(config, x, weight, rows, counts, y, top_k, act=None, weights=None, bias=None, limit=0.0):
-    """See `grouped_gemm_kernel`; gated with `act`, else scaled by `weights`. x Tokens, and a Weight."""
+    """See `grouped_gemm_kernel`; gated with `act`, or "relu2", else scaled by `weights`. x Tokens, and a Weight."""
     (num_experts, num_features, _), num_channels = weight.data.shape, weight.num_channels
-    gated, group, is_mxfp4 = act is not None, scale_group(weight), weight.is_mxfp4
+    gated, group, is_mxfp4 = act not in (None, "relu2"), scale_group(weight), weight.is_mxfp4
     num_outputs = num_features // 2 if gated else num_features
     assert x.data.is_contiguous() and weight.data.is_contiguous() and y.is_contiguous()
     assert weight.scale is None or weight.scale.is_contiguous()
@@ -327,7 +331,8 @@ def grouped_gemm(config, x, weight, rows, counts, y, top_k, act=None, weights=No
         x.data, x.scale, data, scale, weight.zero, weight.factor, bias, rows, counts, weights, y, num_tokens, split_m,
         TOP_K=top_k, N=num_outputs, K=num_channels, X_CHANNELS=x.data.shape[1], Y_CHANNELS=y.shape[-1], GROUP=group,
         MXFP4=is_mxfp4, INT4=weight.has_words, USE_ASM=(is_mxfp4 or weight.has_words) and uses_asm(x.data), ACT=act,
-        LIMIT=limit, GATED=gated, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=block_k,
+        LIMIT=limit, OF_TOKENS=act is not None, GATED=gated, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        BLOCK_K=block_k,
         SWAP_AB=is_mxfp4 or weight.has_words or config.block_m < 64,
         PRECISION="ieee" if x.data.dtype == torch.float32 else "tf32",
         WARPS=config.num_warps, num_warps=config.num_warps, num_stages=num_stages, **launch_options(y.device),

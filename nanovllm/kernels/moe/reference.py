@@ -91,7 +91,7 @@ def fused_moe(
         norm_weight: [C], or None for x = residual; with its eps.
         router_weight: [E, C]; the logits are computed in residual.dtype, in fp32 for sigmoid or biased scores.
         correction_bias, routing, slot_mapping: as in `route`; rows of padding get a sum of zeros.
-        gate_up: Weight, [E, 2I, C], gate features before up features.
+        gate_up: Weight, [E, 2I, C], gate features before up features; with the act "relu2" [E, I, C], without a gate.
         down: Weight, [E, C, I].
         act: as in `act_and_mul`.
         base: [T, C], is added in place of `residual`.
@@ -141,8 +141,10 @@ def chosen_experts(x, gate_up, down, ids, weights, act="silu", norm_weight=None,
     for expert, rows, share in zip(experts, tokens.split(counts), shares.split(counts), strict=True):
         if expert >= 0:
             of_gate_up, of_down = (None if bias is None else bias[expert] for bias in biases)
-            hidden = fused_linear(x[rows], gate_up.expert(expert), of_gate_up, act_mul=None if limit else act)
+            is_gated = not limit and act != "relu2"
+            hidden = fused_linear(x[rows], gate_up.expert(expert), of_gate_up, act_mul=act if is_gated else None)
             hidden = clamped_swiglu(hidden, limit) if limit else hidden
+            hidden = hidden if act != "relu2" else hidden.relu().square()
             total.index_add_(0, rows, fused_linear(hidden, down.expert(expert), of_down) * share)
     total = total.to(x.dtype)
     return total if base is None else base + total

@@ -77,6 +77,7 @@ DYNAMIC = ("bits", "group_size", "sym", "desc_act")  # fields of a module in GPT
 # Modules that may be integers in a checkpoint and are 16 bits here.
 OTHERS = (
     "linear_attn.in_proj_a", "linear_attn.in_proj_b", "linear_attn.in_proj_ba", "mlp.gate", "mlp.shared_expert_gate",
+    "per_layer_input_gate", "per_layer_projection",
 )  # fmt: skip
 # Tensors of modules outside of decoder layers, which are 16 bits in every supported checkpoint.
 OUTSIDE = re.compile(r"(?:.*\.)?(?:lm_head|embed_tokens|score)\.(?:qweight|weight_packed)")

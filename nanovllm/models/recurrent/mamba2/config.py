@@ -26,8 +26,10 @@ class Mamba2Config(RecurrentConfig):
 
     operations: ClassVar = "mamba2"
     mixers: ClassVar = {
-        "linear_attention": "mamba2", "hybrid": "mamba2_beside_attention", "mlp": "", "moe": "",
+        "linear_attention": "mamba2", "hybrid": "mamba2_beside_attention", "only_mamba": "mamba2",
+        "only_attention": "attention", "mlp": "", "moe": "",
     }  # fmt: skip
+    mlps: ClassVar = {"only_mamba": "", "only_attention": "", "mlp": "ungated", "moe": "experts"}
     rules: ClassVar = by_field(
         ("mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv", SIZE),
         ("mamba_d_ssm mamba_expand", optional(SIZE)),

@@ -1,0 +1,30 @@
+"""The MLP of Nemotron-H, without a gate: down(relu(up(x))^2)."""
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from nanovllm.distributed.group import TPGroup
+from nanovllm.layers.context import Context
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanovllm.models.config import LayerConfig, ModelConfig
+
+
+class UngatedMLP(nn.Module):
+    """A shared expert has a ``size`` and leaves the residual out."""
+
+    packed_modules_mapping: ClassVar[dict] = {}
+
+    def __init__(self, config: ModelConfig, layer: LayerConfig, tp: TPGroup, name: str = "mlp", size: int = 0):
+        super().__init__()
+        C, I = config.hidden_size, size or layer.intermediate_size
+        self.up_proj = ColumnParallelLinear(C, I, tp=tp)
+        self.down_proj = RowParallelLinear(I, C, tp=tp, scale=config.residual_scale)
+        self.adds_residual = not size
+
+    def forward(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
+        """residual [T, C] -> this rank's partial sum of [residual +] mlp(norm(residual)), [T, C]."""
+        h = self.up_proj(residual, norm).relu_()
+        return self.down_proj(h.mul_(h), residual=residual if self.adds_residual else None)
