@@ -204,7 +204,12 @@ def schemes_of(model: Any, config: TransformersConfig, linears: list[str]) -> di
     modules = [*(path for path in linears if path not in experts), *chain(*parts.values())]
     if not quantization:
         scheme = None if config.fp8 is None else Fp8(config.fp8)
-        return dict.fromkeys([*modules, *parts], scheme)
+        mlps = tuple(f"{path.rpartition('.')[0]}." for path in experts)
+        routers = {
+            path for path in linears if path not in experts and path.startswith(mlps)
+            and not hasattr(model.get_submodule(path.rpartition(".")[0]), "down_proj")
+        }  # fmt: skip
+        return {path: None if path in routers else scheme for path in (*modules, *parts)}
     schemes = read_schemes(quantization, config.family, modules)
     if config.fp8 is None and (files := list(Path(config.model_path).glob("*.safetensors"))):
         names, tensors = Names(model), chain(*map(tensor_names, files))
@@ -220,7 +225,11 @@ def schemes_of(model: Any, config: TransformersConfig, linears: list[str]) -> di
 
 def exchange_experts(model: Any, experts: dict[str, Any], schemes: dict[str, Any], config: TransformersConfig,
                      tp: TPGroup) -> None:
-    """``exchange`` for experts. Other forms stay transformers', on a single rank in 16 bits."""
+    """``exchange`` for experts. Other forms stay transformers', on a single rank in 16 bits.
+
+    Raises:
+        CheckpointError: the checkpoint has experts of another form quantized.
+    """
     acts = dict[Any, str]()
     for path, module in experts.items():
         kind = type(module), repr(getattr(module, "act_fn", None))
@@ -229,7 +238,7 @@ def exchange_experts(model: Any, experts: dict[str, Any], schemes: dict[str, Any
         precisions = [in_few_bits(schemes[f"{path}.{part}"]) for part in EXPERT_PARTS]
         if acts[kind] and module.gate_up_proj.shape[1] // 2 % tp.size == 0 and path.endswith("experts"):
             replace_module(model, path, Experts(module, acts[kind], (precisions[0], precisions[1]), config, tp))
-        elif any(precisions):
+        elif any(precisions) and config.quantization:
             raise refusal(config.architecture, f"its experts are quantized, and the form of {path} is its own")
 
 

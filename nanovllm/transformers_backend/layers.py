@@ -27,7 +27,7 @@ from nanovllm.quantization.fp8.rules import Fp8
 from nanovllm.transformers_backend.config import TransformersConfig
 from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
-NUM_PLAIN = 4  # experts that are compared with transformers'
+NUM_PLAIN = 4  # experts that are compared with transformers': the last ones, whose weights are far in memory
 
 
 class Linear(ReplicatedLinear):
@@ -158,18 +158,20 @@ class Experts(moe.Experts):
             sizes = MoEConfig(num_experts, 1, num_features // 2)
             super().__init__(replace(config, hidden_size=given.gate_up_proj.shape[2]), sizes, layer, tp)
         self._given, self.act, self.ops = (given,), act, kernels.select()
+        self.first_plain = max(0, num_experts - NUM_PLAIN)
         given.forward = looping(given)
 
-    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """x [T, size], ids and weights [T, k] of each token's experts -> their sum, [T, size]."""
-        y = self.ops.chosen_experts(x.contiguous(), *self.weights(), ids.int(), weights.float(), self.act)
-        return self.tp.all_reduce(y)
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor,
+                top_k_weights: torch.Tensor) -> torch.Tensor:
+        """hidden_states [T, size], experts of each token and their weights [T, k] -> the weighted sum, [T, size]."""
+        x, ids, weights = (each.contiguous() for each in (hidden_states, top_k_index.int(), top_k_weights.float()))
+        return self.tp.all_reduce(self.ops.chosen_experts(x, *self.weights(), ids, weights, self.act))
 
     def plain(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The same by transformers' module for ids below ``NUM_PLAIN``; quantized weights dequantized."""
-        first = slice(0, NUM_PLAIN)
-        both = zip(EXPERT_PARTS, (each.expert(first).dequantize(x.dtype) for each in self.weights()), strict=True)
-        return self.tp.all_reduce(functional_call(self._given[0], dict(both), (x, ids, weights)))
+        """The same by transformers' module for the experts from ``first_plain`` on; quantized weights dequantized."""
+        last = slice(self.first_plain, None)
+        both = zip(EXPERT_PARTS, (each.expert(last).dequantize(x.dtype) for each in self.weights()), strict=True)
+        return self.tp.all_reduce(functional_call(self._given[0], dict(both), (x, ids - self.first_plain, weights)))
 
 
 def looping(experts: nn.Module) -> MethodType:

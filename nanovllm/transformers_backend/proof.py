@@ -117,7 +117,7 @@ def prove_modules(model: TransformersCausalLM, findings: Findings) -> None:
                 num_experts = min(NUM_PLAIN, len(module.down_proj))
                 scores = torch.rand(num_tokens, num_experts, generator=generator, device=device)
                 weights, ids = scores.topk(min(2, num_experts))
-                args += ids, weights.to(dtype)
+                args += ids + module.first_plain, weights.to(dtype)
             difference = row_differences(module(*args), module.plain(*args)).max()
             findings.add(difference, limit, f"{name} differs from transformers' own module")
 
