@@ -23,8 +23,9 @@ NONE = [True, 32, 0.3, [0, 1, 0, 1], ["sparse", "dense"] * 2, "gelu", "all"]  # 
 WORDS = ["gelu", "relu", "linear", "full_attention", "bfloat16", "all"]
 # Kinds of RoPE have fields of their own, and other fields may not fit another number of layers or size of a head.
 # Router logits are those of experts, which a case with an MLP in their place does not have.
+# The heads of Mamba must have the width that other fields give.
 UNTRIED = {"rope_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "return_dict",
-           "output_router_logits"}  # fmt: skip
+           "output_router_logits", "mamba_d_head", "mamba_d_ssm", "mamba_expand", "mamba_n_heads"}  # fmt: skip
 MAX_VALUES = 2 if ALL else 1  # of a field
 
 

@@ -72,7 +72,7 @@ def test_prompt_logprobs(checkpoint, make_llm):
                                    atol=1e-4, rtol=0)  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ["qwen3.5", "lfm2"])
+@pytest.mark.parametrize("case", ["qwen3.5", "lfm2", "granite-mamba-moe", "nemotron-h"])
 def test_sleep_and_update(case, checkpoint, expected, make_llm, tmp_path):
     path, _ = checkpoint(case)
     llm = make_llm(model=path, **OPTIONS)
@@ -95,7 +95,7 @@ def test_fp16_states(checkpoint, make_llm):
     assert 1e-6 < max(errors) < 1e-3
 
 
-@pytest.mark.parametrize("case", ["qwen3.5", "lfm2-moe"])
+@pytest.mark.parametrize("case", ["qwen3.5", "lfm2-moe", "granite-mamba-moe", "falcon-h1"])
 def test_quantized(case, checkpoint, make_llm):
     """FP8 weights, and an FP8 KV cache for the attention layers: the tokens of a model with these weights."""
     path, model = checkpoint(case)
@@ -103,6 +103,15 @@ def test_quantized(case, checkpoint, make_llm):
     _, logits = generate_with_logits(llm, PROMPTS[2:3], 1)
     want = hf_logits(model, PROMPTS[2])[-1]
     assert error(logits[0], want) < 0.1
+
+
+def test_nemotron_refuses_quantized_weights(checkpoint, make_llm, tmp_path):
+    path, _ = checkpoint("nemotron-h")
+    with pytest.raises(ConfigError, match="not supported for Nemotron-H"):
+        make_llm(model=path, quantization="fp8", **OPTIONS)
+    path = families.copied(path, tmp_path, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(CheckpointError, match="quantized weights are not supported"):
+        read_model_config(path)
 
 
 @pytest.mark.parametrize(("case", "form"), [
