@@ -344,7 +344,6 @@ QUANTIZED = [
         ("Cohere2", "compressed-tensors", {"bits": 8}, "integer"), ("Dots1", "gptq", {"bits": 8}, "integer"),
         ("DeepseekV3", "awq", {"size": 32}, "INT4"), ("Dots1", "gptq", {"size": 32}, "INT4"),
         ("Dots1", "dense-mxfp4", {}, "MXFP4"), ("Dots1", "modelopt-fp4", {}, "NVFP4"), ("Dots1", "channel", {}, "FP8"),
-        ("Gemma4", "awq", {"size": 32}, "INT4"),
     ),
 ]  # fmt: skip
 
