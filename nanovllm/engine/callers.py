@@ -92,7 +92,7 @@ def run(engine: "LLMEngine", known: list["Request"],
                     if following:
                         engine.require_ready()
                         engine.queue(following, caller)
-                    del following  # else this lot's finished requests, and their images, live until the next lot
+                    del following  # or this lot's finished requests and their images stay until the next lot
                 room = min(2 * room, window)  # while the device works on one lot, the next is twice as large
                 if is_fed and not caller.unfinished and not caller.finished and not caller.is_dropped:
                     return

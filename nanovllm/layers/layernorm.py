@@ -17,7 +17,7 @@ class RMSNorm(nn.Module):
         shard: the part of w that is this rank's, and its order.
     """
 
-    sum_scale: nn.Parameter | None  # [1], multiplies the sum of ``add_to``; its owner loads it
+    sum_scale: nn.Parameter | None  # [1], multiplies the sum in ``add_to``; the owner loads it
 
     def __init__(self, size: int, eps: float = 1e-6, offset: float = 0.0, scale: float = 1.0,
                  shard: Shard | None = None):

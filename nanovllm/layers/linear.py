@@ -93,7 +93,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
     ``orders``: order of the dimensions of each head; ``head_dim`` includes padding. ``has_gate``: the checkpoint's
     q_proj has a gate after the query of each head. Here all gates come last. ``k_is_v``: it has no v_proj, and k_proj
-    is both. Without KV heads there is q alone.
+    is used for both. Without KV heads the layer has q alone.
     """
 
     def __init__(self, hidden_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool = False,
@@ -101,7 +101,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
                  has_gate: bool = False, k_is_v: bool = False):
         shards = Shards.of_heads(head_dim, num_heads, num_kv_heads, tp.rank, tp.size, orders, has_gate, k_is_v)
         super().__init__(hidden_size, shards, bias, tp, precision)
-        for param in self.parameters():  # parts that a checkpoint has
+        for param in self.parameters():  # the parts that a checkpoint stores
             param.shard_ids = "qk"[: 1 + (num_kv_heads > 0)] if k_is_v or not num_kv_heads else "qkv"  # type: ignore[attr-defined]
         self.head_dim, self.orders = head_dim, orders
         q_size, kv_size, _, *gates = shards.sizes

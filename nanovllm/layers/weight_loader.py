@@ -83,7 +83,7 @@ class Shards(dict[Any, Shard]):
     def __init__(self, shards: dict[Any, Shard], joined: dict[Any, tuple[tuple, int]] | None = None):
         super().__init__(shards)
         # Shard id of a checkpoint tensor that holds several parts -> (their shard ids, number of groups). The parts'
-        # rows take turns, group by group (head by head); 0 groups: one part after the other; COPIES: they are the same.
+        # rows take turns, group by group (head by head); 0 groups: one part after the other; COPIES: all are equal.
         self.joined = {None: (tuple(shards), 0)} | (joined or {})
 
     @classmethod
@@ -134,7 +134,7 @@ class Shards(dict[Any, Shard]):
 
 
 def multiply(param: torch.Tensor, scale: float) -> None:
-    """Scale a loaded weight, bias or scale of a weight; FP8 and integers have a scale for it."""
+    """Scale a loaded weight, bias or weight scale. FP8 and integer codes stay: their scales are scaled instead."""
     if scale != 1 and param.is_floating_point() and param.dtype.itemsize > 1:
         param.mul_(scale)
 

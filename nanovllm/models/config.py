@@ -34,34 +34,34 @@ class MoEConfig:
 
 
 class Scales(NamedTuple):
-    """Factors of a layer's products, folded into weights; ``residual_scale`` comes on top."""
+    """Factors of a layer's products, folded into weights; ``residual_scale`` multiplies the results in addition."""
 
-    attention: float = 1.0  # factor of its result
+    attention: float = 1.0  # factor of the attention's result
     gate: float = 1.0  # factor of the MLP's gate before the activation
-    mlp: float = 1.0  # factor of its result
+    mlp: float = 1.0  # factor of the MLP's result
 
 
 @dataclass(frozen=True)
 class LayerConfig:
     """The shape and the switches of one decoder layer."""
 
-    mixer: str = "attention"  # how tokens see each other, a key of ``MIXERS``; "": they do not
+    mixer: str = "attention"  # how tokens see each other, a key of ``MIXERS``; "": the layer has no mixer
     window: int = 0  # tokens that a token attends to, itself included; 0: all before it
     rope: RopeScaling | None = None  # None: positions are not rotated (NoPE)
-    mlp: str = "dense"  # a key of ``MLPS``; "": none
-    head_dim: int = 0  # of attention, as the next two fields
+    mlp: str = "dense"  # a key of ``MLPS``; "": the layer has no MLP
+    head_dim: int = 0  # this and the next two fields are for attention
     num_key_value_heads: int = 0
     keys_are_values: bool = False  # values are the keys before their norm and RoPE
     intermediate_size: int = 0
-    kind: str = "full_attention"  # its name in ``layer_types``
-    shares_kv: bool = False  # it attends to the keys and values of the last layer of its kind that has its own
+    kind: str = "full_attention"  # the layer's name in ``layer_types``
+    shares_kv: bool = False  # the layer attends to the keys and values of the last layer of its kind that stores any
     fp8_linears: frozenset[str] = frozenset()  # keys of ``linears`` whose layers are FP8
-    # by key of ``linears``, or by part where parts differ; these become 16 bits
+    # keyed by ``linears``, or by part if the parts of a product differ; such parts become 16 bits
     packed_schemes: tuple[tuple[str, "PackedScheme"], ...] = ()
 
     @property
     def attends(self) -> bool:
-        """Whether it has keys and values, maybe beside a state."""
+        """Whether the layer has keys and values, with or without a recurrent state."""
         return self.mixer.endswith("attention")
 
     @property
@@ -96,7 +96,7 @@ class ModelConfig:
     attention_softcap: float  # scores x are cap * tanh(x / cap); 0: as they are
     logit_softcap: float  # the same for logits
     embed_scale: float  # factor of the embeddings
-    per_layer_size: int  # size of the embedding that each layer gets of each token besides; 0: none
+    per_layer_size: int  # size of the embedding of each token that each layer has of its own; 0: none
     residual_scale: float  # factor of the results of attention and MLP
     logit_scale: float  # factor of the logits
     layers: tuple[LayerConfig, ...]  # the decoder's layers, first to last

@@ -82,7 +82,7 @@ RULES = by_field(
     ("num_nextn_predict_layers", MTP_LAYERS),
     ("tie_word_embeddings attention_bias mlp_bias use_bias use_qk_norm", FLAG),
     ("attention_k_eq_v use_double_wide_mlp", FLAG),
-    ("use_bidirectional_attention", supported(None, False, "vision")),  # of images alone
+    ("use_bidirectional_attention", supported(None, False, "vision")),  # "vision" concerns images alone
     ("attention_out_bias qkv_bias use_sliding_window", optional(BOOLEAN)),
     ("dtype", supported(*DTYPES)),
     ("eos_token_id", TOKEN_IDS),
@@ -113,7 +113,7 @@ MOE_NAMES = (  # names of the same field; the first is ours
     ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"),
     ("decoder_sparse_step", "moe_layer_interval"),
 )  # fmt: skip
-# by kind of layers with states
+# keyed by kind of layers with states
 RECURRENT_CONFIGS: dict[str, type[RecurrentConfig]] = {name: load_kind(path) for name, path in RECURRENT.items()}
 # values of absent fields; any other field is required unless its rule allows None
 DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": DEFAULT_MAX_POSITION, "rms_norm_eps": 1e-6}
@@ -174,7 +174,7 @@ def model_config(raw: dict[str, Any], files: Sequence[Path] = ()) -> ModelConfig
     stretched = [int(rope.factor * rope.original_max_position) for rope in ropes if rope.kind == "yarn"]
     check("config.json", "factor * original_max_position_embeddings", max([1, *stretched]), SIZE, CheckpointError)
     bias = given["attention_bias"] or given["use_bias"]
-    if bias and given["attention_in_multiplier"] != 1:  # it multiplies no bias
+    if bias and given["attention_in_multiplier"] != 1:  # the multiplier scales the input, not the bias
         raise CheckpointError("config.json: attention_bias=True is not supported with an attention_in_multiplier.")
     qkv_bias = family.qkv_bias if given["qkv_bias"] is None else given["qkv_bias"]
     o_bias = given["attention_out_bias"] if family.o_bias is None else family.o_bias
@@ -193,7 +193,7 @@ def model_config(raw: dict[str, Any], files: Sequence[Path] = ()) -> ModelConfig
         "mlp_bias": given["mlp_bias"] or given["use_bias"],
         "act": UNGATED if family.ungated else ACTIVATIONS[given["hidden_act"]],
         "qk_norm": family.qk_norm or "head" * given["use_qk_norm"],
-        # a factor of the input of q, k and v is one of the scores, squared, and of the result
+        # a factor of the input of q, k and v multiplies the scores by its square, and the result
         "attention_scale": (given["attention_multiplier"] or divisor**-0.5) * given["key_multiplier"]
         * given["attention_in_multiplier"] ** 2,
         "scales": Scales(
@@ -300,7 +300,7 @@ def _layers(raw: dict[str, Any], given: dict[str, Any], family: Family,
 
 
 def _heads(given: dict[str, Any], kinds: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Sizes of heads and numbers of KV heads of the layers."""
+    """The head size and the number of KV heads of each layer."""
     num_heads, rules = given["num_attention_heads"], by_field(("head_dim num_key_value_heads", optional(SIZE)))
     plain = {
         "head_dim": given["head_dim"] or given["hidden_size"] // num_heads,

@@ -116,7 +116,7 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A mixer and an MLP, or one of them, each between its norms. Sums up their results over ranks."""
+    """A mixer and an MLP, or one of them, each between its norms. Sums their results over ranks."""
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, rope: RotaryEmbedding | None,
                  backend: AttentionBackend, tp: TPGroup):
@@ -148,7 +148,7 @@ class DecoderLayer(nn.Module):
         for name, before, after in self.sublayers:
             norm, post_norm = getattr(self, before), getattr(self, after)
             y = self.tp.all_reduce(getattr(self, name)(residual, norm, context))
-            if post_norm is not None:  # else the sublayer has added the residual
+            if post_norm is not None:  # otherwise the sublayer has added the residual
                 if name != "mlp" and context.logits_indices is not None:  # the last mixer of a prefill
                     residual = residual[context.logits_indices]
                 y = post_norm.add_to(residual, y)
@@ -178,8 +178,8 @@ class Decoder(nn.Module):
     def forward(self, input_ids: torch.Tensor, context: Context) -> torch.Tensor:
         """input_ids [T] -> hidden states [T, C]; [N, C] with ``context.logits_indices``.
 
-        In prefill the last layer, once its keys and values are stored, runs for the last token of each sequence only;
-        so do the layers after the last one with a mixer.
+        In prefill, the last layer with a mixer runs for the last token of each sequence only, once its keys and values
+        are stored; so do the layers after it.
         """
         residual, every_token = self.embed_tokens(input_ids), context.all_tokens()
         for i, layer in enumerate(self.layers):

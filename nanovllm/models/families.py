@@ -15,7 +15,7 @@ class Family(NamedTuple):
     """How an architecture differs from Llama's: pre-norm, gated MLP, rotary halves, full attention."""
 
     qk_norm: str = ""  # RMSNorm of q and k before RoPE: "head" (of each head), "full" (of all heads at once), or ""
-    v_norm: bool = False  # whether values are normed, each head by itself and without a weight
+    v_norm: bool = False  # values get an RMSNorm, each head by itself and without a weight
     qkv_bias: bool | None = None  # biases of these projections; None: as ``attention_bias`` says
     o_bias: bool | None = None  # likewise
     pre_norm: bool = True  # norms of the inputs of attention and MLP
@@ -31,13 +31,13 @@ class Family(NamedTuple):
     # there is one, else by ``rope_theta``.
     plain_window_rope: bool = False
     rotates_windows_only: bool = False  # in a model with windows, layers without one have no RoPE
-    ungated: bool = False  # MLPs and experts have no gate, and the activation relu(x)^2
+    ungated: bool = False  # MLPs and experts have no gate; their activation is relu(x)^2
     decoder: str = "plain"  # a key of ``DECODERS``
     sparse_mlp: str = "experts"  # MLP of the sparse layers, a key of ``MLPS``
-    without_experts: "Family | None" = None  # the row of its models whose number of experts is 0
+    without_experts: "Family | None" = None  # row for the family's models without experts
     experts: str = ""  # scores of a mixture of experts: "softmax" or "sigmoid"; "": dense
     has_correction_bias: bool = False  # a bias of each expert counts for the choice, and not for its weight
-    choice_eps: float = 1e-20  # added to the sum that the weights of the chosen experts are divided by
+    choice_eps: float = 1e-20  # added to the sum by which the weights of the chosen experts are divided
     has_shared_gate: bool = False  # a sigmoid gate scales the shared expert
     # Tensors of all experts are [E, C, 2I] and [E, I, C] as published; transformers 5 writes the usual order,
     # [E, 2I, C] and [E, C, I].
@@ -45,19 +45,19 @@ class Family(NamedTuple):
     # Experts and router have biases and use ``reference.clamped_swiglu``; tensors of all experts are [E, C, 2I], gate
     # and up interleaved, and [E, I, C], or MXFP4.
     gpt_oss_experts: bool = False
-    recurrent: str = ""  # kind of its layers with states, a key of ``RECURRENT``
+    recurrent: str = ""  # kind of the layers with states, a key of ``RECURRENT``
     groups_delta_inputs: bool = False  # the checkpoint stores the projections of a gated delta net head by head
     # Each query head of a layer has a learned score that joins the softmax's sum and nothing else.
     sinks: bool = False
     # The result of attention is multiplied by the sigmoid of a gate, which ``q_proj`` stores next to each query head.
     output_gate: bool = False
     reads: tuple[str, ...] = ()  # fields of ``SWITCHES`` that this family honours
-    # fields of its config.json -> the same under the names of others
+    # fields of this family's config.json -> the same fields under the names that other families use
     spelled: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     defaults: dict[str, Any] = {}  # noqa: RUF012 (read only)  # fields that published files leave out
     renamed: tuple[tuple[str, str], ...] = ()  # (in the checkpoint, here) parts of tensor names, replaced in this order
     skipped: str = ""  # regular expression of the names of tensors that nothing here uses
-    unsupported: str = ""  # what these models take besides text, and this library does not
+    unsupported: str = ""  # inputs other than text that these models take and this library does not
     tower: str = ""  # regular expression of the names of the vision tower's tensors; "" has none
 
 

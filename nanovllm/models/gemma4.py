@@ -1,8 +1,8 @@
 """Gemma 4: embeddings of each layer, layers that share keys and values, and an MLP beside the experts.
 
-Owns what its layers have besides ``decoder.py``'s. A layer's result is multiplied by its ``layer_scalar``. E2B and E4B
-give each layer an embedding of each token besides (per-layer inputs), and their last layers attend to the keys and
-values of earlier ones: in a prefill only the tokens to sample from pass these layers.
+Owns the additions to the layers of ``decoder.py``. A layer's result is multiplied by its ``layer_scalar``. In E2B and
+E4B, each layer has its own embedding of each token (per-layer inputs), and the last layers attend to the keys and
+values of earlier ones: in a prefill, only the tokens to sample from pass these layers.
 
 Legend: T packed tokens, N sampled tokens, C hidden size, L layers, P size of a per-layer input.
 """
@@ -31,9 +31,9 @@ PER_LAYER = "per_layer_inputs"  # key of ``Context.tensors``, [T, L, P]
 
 
 class DenseAndExperts(MLP):
-    """An MLP and a mixture of experts, both of the residual, each with a norm of its own before and after.
+    """An MLP and a mixture of experts that both read the residual, each with its own norms before and after.
 
-    The router takes the residual, normed, and a weight of each expert multiplies its share.
+    The router reads the normed residual. A learned scale for each expert multiplies the routing weight.
     """
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, tp: TPGroup):
@@ -47,7 +47,7 @@ class DenseAndExperts(MLP):
         self.experts = Experts(config, config.moe, layer, tp)
 
     def forward(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context) -> Any:
-        """residual [T, C] -> this rank's partial sums of MLP and experts, [2, T, C], or two tensors of one rank."""
+        """residual [T, C] -> this rank's partial sums of MLP and experts: [2, T, C], on a single rank two tensors."""
         slot_mapping = context.slot_mapping
         if len(residual) < len(slot_mapping):  # the last layer of a prefill
             slot_mapping = slot_mapping[context.logits_indices]
@@ -77,7 +77,7 @@ class BranchNorm(RMSNorm):
 
 
 class Gemma4Layer(DecoderLayer):
-    index: int  # its place in the decoder
+    index: int  # the layer's place in the decoder
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, rope: RotaryEmbedding | None,
                  backend: AttentionBackend, tp: TPGroup):
@@ -113,12 +113,12 @@ class Gemma4Decoder(Decoder):
     def __init__(self, config: ModelConfig, backend: AttentionBackend, tp: TPGroup):
         super().__init__(config, backend, tp)
         C, L, P = config.hidden_size, config.num_hidden_layers, config.per_layer_size
-        self.num_storing = sum(not layer.shares_kv for layer in config.layers)  # the first layers
-        storing: dict[str, Attention] = {}  # the last attention of each kind that has keys and values of its own
+        self.num_storing = sum(not layer.shares_kv for layer in config.layers)  # these layers come first
+        storing: dict[str, Attention] = {}  # the last attention of each kind that stores keys and values
         layers: Any = self.layers
         for i, (of_layer, layer) in enumerate(zip(config.layers, layers, strict=True)):
             layer.index = i
-            if of_layer.shares_kv:  # q alone is computed and normed
+            if of_layer.shares_kv:  # the layer computes and norms q alone
                 layer.self_attn.attn, layer.self_attn.k_norm = storing[of_layer.kind], layer.self_attn.q_norm
             storing[of_layer.kind] = layer.self_attn.attn
         self.per_layer_size = P
@@ -145,7 +145,7 @@ class Gemma4Decoder(Decoder):
         return self.norm(residual)
 
     def per_layer_inputs(self, input_ids: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
-        """Embeddings of the tokens for each layer, mixed with a projection of their own: [T, L, P]."""
+        """Embeddings of the tokens for each layer, mixed with a projection of their embeddings: [T, L, P]."""
         P = self.per_layer_size
         of_tokens, projected = self.embed_tokens_per_layer(input_ids), self.per_layer_model_projection(embeddings)
         mixed = self.per_layer_projection_norm.add_to(of_tokens.view(-1, P), projected.view(-1, P))
@@ -153,7 +153,7 @@ class Gemma4Decoder(Decoder):
 
 
 def of_last_tokens(context: Context, rows: torch.Tensor) -> Context:
-    """The context for layers that store nothing, of tokens ``rows`` alone."""
+    """The context of the tokens ``rows`` alone, for layers that store nothing."""
     rope_rows = None if context.rope_rows is None else context.rope_rows[rows]
     tensors = {name: x[rows] if name == PER_LAYER else x for name, x in context.tensors.items()}
     return replace(

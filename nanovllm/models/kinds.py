@@ -1,5 +1,5 @@
-"""Kinds of decoders, of mixers and MLPs of their layers, of layers with states, and readers of architectures without a
-row in ``MODELS``.
+"""Tables of kinds: decoders, mixers, MLPs, layers with states, and readers of architectures without a row in
+``MODELS``.
 
 Owns a table of each, the only place that names their modules; these are imported when a model has them.
 Imports no torch.

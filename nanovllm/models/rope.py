@@ -59,7 +59,7 @@ class RopeScaling:
 
     # "default", "linear" (positions divided by ``factor``), "llama3", "yarn" (arXiv:2309.00071), "longrope"
     # (arXiv:2402.13753), or "proportional" (the first share of the pairs turns by the frequencies of whole heads; the
-    # others stay).
+    # others do not turn).
     kind: str = "default"
     theta: float = 1_000_000.0  # base of the rotary frequencies
     factor: float = 1.0  # context length over ``original_max_position``
@@ -112,7 +112,7 @@ class RopeScaling:
         return cls(kind, given.pop("rope_theta"), original_max_position=outer, **given)
 
     def rotated_dims(self, head_dim: int) -> int:
-        """Rotated dimensions of a head, the first ones; "proportional" pairs all, and turns some by the angle 0."""
+        """Rotated dimensions of a head, the first ones; "proportional" pairs all, and turns some pairs by 0."""
         return head_dim if self.kind == "proportional" else int(head_dim * self.partial_rotary_factor)
 
     def check_head(self, head_dim: int) -> None:

@@ -12,7 +12,7 @@ LFM2 = by_field(
     ("block_auto_adjust_ff_dim tie_embedding", optional(BOOLEAN)),
     ("use_expert_bias", optional(choice(True))),
 )
-# Names of the same field of Mamba-2; the first is ours, as Granite and Falcon have it. The others are Nemotron's.
+# Names of the same field of Mamba-2; the first is ours, and mostly that of Granite and Falcon; the last is Nemotron's.
 MAMBA2_NAMES = (
     ("mamba_n_heads", "mamba_num_heads"), ("mamba_d_head", "mamba_head_dim"), ("mamba_n_groups", "n_groups"),
     ("mamba_d_state", "ssm_state_size"), ("mamba_d_conv", "conv_kernel"), ("mamba_conv_bias", "use_conv_bias"),
@@ -30,7 +30,7 @@ LETTERS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp
 
 
 def of_mamba2(raw: dict[str, Any]) -> dict[str, Any]:
-    """Names of the fields; kinds of layers as in transformers 5; the size of a head; which layers are rotated."""
+    """Translate names of fields and kinds of layers; derive the size of a head and the layers that have RoPE."""
     named = {names[0]: next((raw[x] for x in names if raw.get(x) is not None), None) for names in MAMBA2_NAMES}
     given = check_all("config.json", raw | named, MAMBA2, CheckpointError)
     kinds = given["layer_types"] or [LETTERS[letter] for letter in given["hybrid_override_pattern"] or ""]
@@ -49,13 +49,13 @@ def of_mamba2(raw: dict[str, Any]) -> dict[str, Any]:
 NEMOTRON_H = by_field(
     ("mlp_bias use_bias residual_in_fp32", optional(choice(False))), ("moe_latent_size", choice(None)),
     ("mamba_hidden_act", choice(None, "silu")),
-    # transformers raises the steps of a prefill to it, and not those of a decode step; the model was not trained so
+    # transformers clamps time steps to this minimum in prefill, but not in decode; training had no such limit
     ("time_step_min", Rule("a number <= 0.001 or None", lambda x: x is None or x <= 0.001)),
 )
 
 
 def of_nemotron_h(raw: dict[str, Any]) -> dict[str, Any]:
-    """A layer has a mixer or an MLP."""
+    """The fields of Nemotron-H, whose layers have a mixer or an MLP, not both."""
     check_all("config.json", raw, NEMOTRON_H, CheckpointError)
     named = of_mamba2(raw)
     alone = {"linear_attention": "only_mamba", "full_attention": "only_attention"}
@@ -67,7 +67,7 @@ def of_nemotron_h(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_lfm2(raw: dict[str, Any]) -> dict[str, Any]:
-    """The MLP has two thirds of the given width, rounded up, unless the file says that it is the real one."""
+    """The fields of LFM2: the MLP has two thirds of the given width, rounded up, unless the file disables this."""
     given = check_all("config.json", raw, LFM2, CheckpointError)
     size, factor = given["block_ff_dim"] or given["intermediate_size"], raw.get("block_ffn_dim_multiplier", 1.0)
     if size and given["block_auto_adjust_ff_dim"]:

@@ -13,7 +13,7 @@ from nanovllm.models.config import LayerConfig, ModelConfig
 
 
 class UngatedMLP(nn.Module):
-    """A shared expert has a ``size`` and leaves the residual out."""
+    """An MLP without a gate; with a ``size`` it is a shared expert, which does not add the residual."""
 
     packed_modules_mapping: ClassVar[dict] = {}
 

@@ -129,7 +129,7 @@ class VisionTower(nn.Module):
     def forward(self, images: list[dict[str, torch.Tensor]]) -> torch.Tensor:
         """Pixels of images -> features on the tower's device, [tokens of all, (1 + deepstack layers) * C].
 
-        Beside a ``table`` [3, 256], pixels are levels of 8 bits, see ``numbers_of``.
+        If an image has a ``table`` [3, 256], its pixels are 8-bit levels (see ``numbers_of``).
         """
         device, side = next(self.parameters()).device, self._side
         pixels = [image["pixel_values"].to(device, non_blocking=True) for image in images]
@@ -190,9 +190,9 @@ class VisionTower(nn.Module):
 
 
 def numbers_of(levels: torch.Tensor, table: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The numbers of 8-bit levels in a table [3, 256]: [n, *shape] of levels [n, 3, ...].
+    """Look up the numbers of 8-bit levels [n, 3, ...] in a table [3, 256]; returns [n, *shape].
 
-    Patches whose ``shape`` is larger have several frames, which are copies.
+    If ``shape`` is larger than the levels, patches have several frames, which are copies.
     """
     first = 256 * torch.arange(3, dtype=torch.int32, device=levels.device).view(-1, *[1] * (levels.dim() - 2))
     numbers = table.flatten().index_select(0, (levels + first).flatten()).view(levels.shape)

@@ -1,7 +1,7 @@
 """Weight formats, a folder each. Owns the table of the formats that a ``config.json`` may name; imports no torch.
 
-    rules.py    ``read``: which linear layers have the format, and their scheme; ``schemes``: likewise for given
-                modules; imports no torch
+    rules.py    ``read``: which linear layers have the format, and their scheme; ``schemes``: the
+                schemes of given modules; imports no torch
     tensors.py  ``new_weight``: the parameters of a scheme; the checkpoint tensors that fill them
     numbers.py  the stored form, ``dequantized``: reference of the kernels
 
@@ -60,7 +60,7 @@ def read_schemes(quantization: dict[str, Any], family: "Family", modules: list[s
 
 
 def rules_of(quantization: dict[str, Any]) -> Any:
-    """The ``rules.py`` of the format that a ``quantization_config`` names, the only one to import: a start is short."""
+    """The ``rules.py`` of the format that a ``quantization_config`` names, imported alone to keep the start short."""
     method = str(quantization.get("quant_method"))
     form = str(quantization.get("format", quantization.get("quant_algo")))
     folder = FORMATS.get((method, form)) or FORMATS.get((method, None))

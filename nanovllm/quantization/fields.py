@@ -30,7 +30,7 @@ E4M3 = {"num_bits": (8,), "type": ("float",)}
 SKIPPED = "modules_to_not_convert", "ignored_layers", "exclude_modules", "ignore"  # lists of modules to leave out
 
 
-# Linear layers of mixers with states that may be quantized, by ``Family.recurrent`` -> as in ``linears``.
+# Linear layers of mixers with states that may be quantized: ``Family.recurrent`` -> layers, as in ``linears``.
 MIXER_LINEARS: dict[str, dict[str, tuple[str, ...]]] = {
     "gated_delta_net": {
         "linear_attn.in_proj": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"), "linear_attn.out_proj": (),

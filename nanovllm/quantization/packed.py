@@ -23,7 +23,7 @@ MERGED = {part: name for kind in MIXER_LINEARS for name, parts in linears(1, kin
 
 
 def scheme_in(layers: Sequence[Any], module: str) -> PackedScheme | None:
-    """The scheme of a module of a decoder whose layers have ``layers``, the ``packed_schemes`` of each."""
+    """The scheme of a decoder's module; ``layers`` are the ``packed_schemes`` of each layer."""
     match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module)
     return scheme_of(layers[int(match[1])], match[2]) if match and int(match[1]) < len(layers) else None
 

@@ -233,7 +233,7 @@ def pixel_form(config: Config) -> Callable[[dict[str, torch.Tensor]], dict[str, 
                 converted[name] = torch.empty(x.shape, dtype=dtype, pin_memory=pins).copy_(x)
             else:
                 converted[name] = torch.empty(x.shape, dtype=x.dtype, pin_memory=pins)
-                np.copyto(converted[name].numpy(), x.numpy())  # torch would start threads of its own in each of ours
+                np.copyto(converted[name].numpy(), x.numpy())  # torch would start its own threads in each of ours
         return converted
 
     return convert

@@ -75,7 +75,7 @@ def calibrate(rank: Rank, model: nn.Module, parts: ListLike[Part]) -> None:
             cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=num_tokens,
             logits_indices=cu_seqlens[1:].long() - 1, tensors=one_sequence(rank, parts, num_tokens),
         ))  # fmt: skip
-        largest = [  # of each layer [2, K]
+        largest = [  # [2, K] for each layer
             torch.stack([cache.abs().amax(dim=(0, 1, 3)) for cache in (layer.k_cache, layer.v_cache)]).float()
             for layer in layers
         ]

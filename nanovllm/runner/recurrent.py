@@ -1,6 +1,6 @@
 """The states of recurrent layers on one rank: their rows, how many of them fit, and the arrays that say who uses them.
 
-Owns a tensor of all layers for each tensor of a state. Row r < R belongs to request slot r, row R to padding, the
+Owns one tensor over all layers for each tensor of a state. Row r < R belongs to request slot r, row R to padding, the
 others to snapshots. Rows are addressed by request slot, which a decode step has on the device anyway.
 """
 

@@ -1,8 +1,8 @@
-"""Transformers' modules as this library runs them: parameters on meta; MLPs, experts, linear layers, norms exchanged.
+"""Build transformers' model with parameters on meta, and exchange its MLPs, experts, linear layers and norms.
 
 An exchange needs no trust: a class of norms, MLPs or experts is exchanged if its numbers agree with this library's
 reference.
-``proof.py`` compares every exchanged module again once the weights are there.
+``proof.py`` compares every exchanged module again once the weights are loaded.
 """
 
 import re
@@ -35,8 +35,8 @@ from nanovllm.transformers_backend.rotation import exchange_rotations
 from nanovllm.utils.checkpoint import LOADING_LOCK, tensor_names
 
 TOLERANCE = 1e-5  # relative difference of an fp32 norm or MLP to the reference
-# Styles of transformers' plans that are replicated here: the head, whose logits are cut; embeddings and norms; layers
-# whose inputs and results are whole on every rank.
+# Styles of transformers' plans that are replicated here: the head, as each rank cuts its part of the logits; embeddings
+# and norms; and layers with whole inputs and results on every rank.
 REPLICATED = (
     "colwise_gather_output", "rowwise_split_input", "mla_kv_a_proj", "replicated_with_grad_allreduce",
     "embedding_rowwise", "local_params",
@@ -63,7 +63,7 @@ def gated_act(module: Any) -> str:
     merged = [F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias")) for name in ("gate_proj", "up_proj")]
     try:
         theirs = functional_call(module, weights, (x,))
-    except (RuntimeError, TypeError, ValueError):  # it takes other arguments
+    except (RuntimeError, TypeError, ValueError):  # the module takes other arguments
         return ""
     for act in ("silu", "gelu_tanh"):
         gated = reference.act_and_mul(torch.cat(merged, -1), act)
@@ -90,7 +90,7 @@ def experts_act(module: Any) -> str:
     try:
         with torch.device("cpu"):
             theirs = functional_call(module, weights, (x, *chosen))
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):  # it takes other arguments
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):  # the module takes other arguments
         return ""
     finally:
         del module.forward
@@ -186,14 +186,14 @@ def has_experts(module: Any) -> bool:
 
 
 def in_few_bits(scheme: Any) -> Any:
-    """A scheme of FP8 or four bits; None for others, which become 16 bits here."""
+    """The scheme if it is FP8 or has four bits, else None: the weights become 16 bits here."""
     return scheme if isinstance(scheme, Fp8) or (scheme is not None and scheme.bits == 4) else None
 
 
 def schemes_of(model: Any, config: TransformersConfig, linears: list[str]) -> dict[str, Any]:
     """Schemes of linear layers by their names here; experts have theirs as ``X.gate_up_proj``, and each one's parts.
 
-    The rules of ``quantization_config`` say how a module is packed, and the names of the files' tensors which ones are.
+    The rules of ``quantization_config`` say how a module is packed, and the files' tensors say which are packed.
     """
     quantization = config.quantization
     experts = {path: len(module.gate_up_proj) for path in linears if has_experts(module := model.get_submodule(path))}
@@ -225,10 +225,10 @@ def schemes_of(model: Any, config: TransformersConfig, linears: list[str]) -> di
 
 def exchange_experts(model: Any, experts: dict[str, Any], schemes: dict[str, Any], config: TransformersConfig,
                      tp: TPGroup) -> None:
-    """``exchange`` for experts. Other forms stay transformers', on a single rank in 16 bits.
+    """Exchange experts for this library's. Other forms remain transformers', on a single rank in 16 bits.
 
     Raises:
-        CheckpointError: the checkpoint has experts of another form quantized.
+        CheckpointError: the checkpoint has quantized experts of another form.
     """
     acts = dict[Any, str]()
     for path, module in experts.items():
@@ -374,12 +374,12 @@ def materialize(model: nn.Module, device: torch.device) -> None:
         if not isinstance(value, torch.Tensor):
             return value
         if id(value) not in made:
-            if not isinstance(value, nn.Parameter):  # an order of channels, which is valid from the beginning
+            if not isinstance(value, nn.Parameter):  # an order of channels: the identity until it is loaded
                 made[id(value)] = torch.arange(len(value), dtype=value.dtype, device=device)
                 return made[id(value)]
             data = torch.empty_like(value, device=device) if value.is_meta else value.to(device)
             made[id(value)] = nn.Parameter(data, requires_grad=False)
-            # a quantized weight has its scale, and others
+            # a quantized weight has attributes such as its scale
             vars(made[id(value)]).update({name: moved(each) for name, each in vars(value).items()})
         return made[id(value)]
 

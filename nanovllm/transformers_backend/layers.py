@@ -1,6 +1,6 @@
-"""This library's layers in the place of transformers' modules: any leading dimensions, and ``plain``, the comparison.
+"""This library's layers in place of transformers' modules, for any leading dimensions; ``plain`` is the reference.
 
-Each takes the place of a module, ``given``, whose numbers it has. It is built on meta; ``build.py`` gives it memory.
+Each replaces a module, ``given``, and computes the same numbers. It is built on meta; ``build.py`` gives it memory.
 
 T packed tokens, k experts of a token.
 """
@@ -27,15 +27,15 @@ from nanovllm.quantization.fp8.rules import Fp8
 from nanovllm.transformers_backend.config import TransformersConfig
 from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
-NUM_PLAIN = 4  # experts that are compared with transformers': the last ones, whose weights are far in memory
+NUM_PLAIN = 4  # experts that the proof compares: the last ones, at the far end of the weights
 
 
 class Linear(ReplicatedLinear):
     """This library's linear layer in the place of ``nn.Linear``: any leading dimensions, one argument.
 
     Args:
-        style: how ranks share it, as transformers' plans call it: "colwise" shards output features, "rowwise" input
-            features, and the results are summed up; "" replicates it.
+        style: how ranks share it, as transformers' plans call it: "colwise" shards output features; "rowwise" shards
+            input features and sums the results; "" replicates it.
     """
 
     def __init__(self, given: Any, precision: Any, tp: TPGroup = SINGLE_RANK, style: str = ""):
@@ -46,7 +46,7 @@ class Linear(ReplicatedLinear):
             super().__init__(sizes["in"], sizes["out"], given.bias is not None, tp, precision)
         self.in_features, self.out_features, self.style = sizes["in"], sizes["out"], style
         for name in ("weight", "bias") if precision is None and (not style or tp.size == 1) else ():
-            if (param := getattr(given, name)) is not None:  # the same parameter: it may be tied
+            if (param := getattr(given, name)) is not None:  # keep the same parameter, which may be tied
                 param.weight_loader = self.weight_loader
                 self.register_parameter(name, param)
 
@@ -67,7 +67,7 @@ class Linear(ReplicatedLinear):
         return self.tp.all_reduce(y) if self.style == "rowwise" else y
 
     def plain(self, x: torch.Tensor) -> torch.Tensor:
-        """The same by plain PyTorch, x [T, in_features]; quantized weights dequantized."""
+        """The same in plain PyTorch with dequantized weights, x [T, in_features]."""
         bias: Any = self.bias
         return self._summed(F.linear(x, as_plain(self, x.dtype), bias))
 
@@ -79,7 +79,7 @@ class Norm(RMSNorm):
         self.size = len(given.weight)
         with torch.device("meta"):
             super().__init__(self.size, eps, offset)
-        self._given = (given,)  # no submodule: its weight is on meta
+        self._given = (given,)  # a tuple, so that it is no submodule: its weight is on meta
         self.weight_type = given.weight.dtype
         if offset == 0:
             given.weight.weight_loader = self.weight_loader
@@ -99,7 +99,7 @@ class MLP(nn.Module):
     """This library's gated MLP in the place of one of transformers, ``given``: one product of gate and up.
 
     Args:
-        act: of the gate, "silu" or "gelu_tanh".
+        act: activation of the gate, "silu" or "gelu_tanh".
         precisions: schemes of gate, up (the same) and down.
         tp: ranks that share it; a single one replicates it.
     """
@@ -123,7 +123,7 @@ class MLP(nn.Module):
         return self.tp.all_reduce(self.down_proj(gated)).view(*x.shape[:-1], -1)
 
     def plain(self, x: torch.Tensor) -> torch.Tensor:
-        """The same by transformers' module; quantized weights dequantized."""
+        """The same by transformers' module with dequantized weights."""
         gate_up, down = self.gate_up_proj, self.down_proj
         weights: dict[str, Any]
         merged, weights = as_plain(gate_up, x.dtype), {"down_proj.weight": as_plain(down, x.dtype)}
@@ -140,7 +140,7 @@ class Experts(moe.Experts):
     """This library's experts in the place of transformers', ``given``; its router stays.
 
     Args:
-        act: of the gate, "silu" or "gelu_tanh".
+        act: activation of the gate, "silu" or "gelu_tanh".
         precisions: schemes of gate and up, and of down.
         tp: ranks that share each expert's intermediate features.
     """
@@ -168,7 +168,7 @@ class Experts(moe.Experts):
         return self.tp.all_reduce(self.ops.chosen_experts(x, *self.weights(), ids, weights, self.act))
 
     def plain(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The same by transformers' module for the experts from ``first_plain`` on; quantized weights dequantized."""
+        """The same by transformers' module for the experts from ``first_plain`` on, with dequantized weights."""
         last = slice(self.first_plain, None)
         both = zip(EXPERT_PARTS, (each.expert(last).dequantize(x.dtype) for each in self.weights()), strict=True)
         return self.tp.all_reduce(functional_call(self._given[0], dict(both), (x, ids - self.first_plain, weights)))
@@ -180,7 +180,7 @@ def looping(experts: nn.Module) -> MethodType:
 
 
 def as_plain(layer: ReplicatedLinear, dtype: torch.dtype) -> torch.Tensor:
-    """A layer's weight in 16 or 32 bits, channels in the order of its input."""
+    """A layer's weight in 16 or 32 bits, with its channels in the order of the input."""
     weight = layer.as_weight()
     plain, order = weight.dequantize(dtype), weight.order
     return plain if order is None else torch.empty_like(plain).index_copy_(1, order.long(), plain)

@@ -89,8 +89,8 @@ class TransformersCausalLM(nn.Module):
         names = Names(self.model)
         self.checkpoint_name, self.schemes = names.here, self.model.schemes  # as the loader asks for them
         self._decoders: list[Any] = []  # a list, so that they are no second submodule
-        self._parts: dict[str, Any] = {}  # models within the model
-        self._runs: set[Any] = set()  # the parts that text runs
+        self._parts: dict[str, Any] = {}  # submodules that are models themselves
+        self._runs: set[Any] = set()  # modules that run for text
         self._pin_rope()
         self.calls = self._record(device)
         names.unused_modules |= self._drop_towers()

@@ -1,7 +1,7 @@
 """Names of checkpoint tensors for a model of transformers, by transformers' own table of renamings and conversions.
 
-Of conversions it takes the merge of experts; ``models/loader.py`` writes each expert's tensor to its place. The tensors
-of a quantized module are renamed as its weight.
+The only conversion it accepts is the merge of experts; ``models/loader.py`` writes each expert's tensor to its place.
+The tensors of a quantized module are renamed like its weight.
 """
 
 import re
@@ -27,7 +27,7 @@ MERGES = ["MergeModulelist", "Concatenate"]  # operations that make one tensor o
 
 
 class Names:
-    """Renames checkpoint tensors to this model's parameters. ``model``: of transformers.
+    """Renames checkpoint tensors to this model's parameters. ``model``: transformers' model.
 
     Attributes:
         unused_modules: modules whose tensors are passed over.
@@ -54,7 +54,7 @@ class Names:
         for name, param in model.named_parameters():
             if param.dim() == 0:
                 param.weight_loader = fill_number
-            if ".experts." in name and not hasattr(param, "is_merged"):  # not this library's own
+            if ".experts." in name and not hasattr(param, "is_merged"):  # experts that are not this library's
                 has_parts = name.rpartition(".experts.")[2] in EXPERT_PARTS
                 param.is_merged, param.is_one_tensor = not has_parts, param.dim() != 3
                 if param.dim() == 3:

@@ -34,7 +34,7 @@ MAX_UNWINDOWED = 2048  # tokens of the longest context where no window limits it
 # Largest relative differences, fp32 and 16 bits. One rounding to bf16 is 0.004; a fault of a call is 0.05 and more.
 MODULES, CALLS = (1e-4, 0.01), (1e-3, 0.02)
 FP8_MODULES = 0.06  # inputs are rounded to e4m3, too
-PACKED_MODULES = 2  # times as much: kernels round a group's zero and scale otherwise than PyTorch
+PACKED_MODULES = 2  # times the tolerance: kernels round a group's zero and scale differently from PyTorch
 # Batches accumulate rounding: as much as one prompt's own, times a factor, within limits. A wrong computation is off by
 # about 1.
 ROUNDING, BATCHES, MAX_BATCHES, NUM_BATCHES = 3, (2e-4, 0.05), 0.5, 3

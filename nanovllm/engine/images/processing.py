@@ -1,8 +1,8 @@
-"""The image processor of a checkpoint: transformers', without its last steps where the tower can do them.
+"""The image processor of a checkpoint: transformers', without its last steps if the tower can do them.
 
-A processor resizes 8-bit pixels, then makes a number of each level of a channel: rescaling and normalization. Numbers
-take four times the memory, twice where a patch has two frames, and threads that write so much slow down each other and
-the launches. So threads stop at levels, and the tower looks up the numbers (``VisionTower``).
+A processor resizes 8-bit pixels, then turns each level of a channel into a number: rescaling and normalization. Numbers
+take 4 times the memory of levels, or 8 times if a patch has two frames. Threads that write so much slow down each other
+and the launches. So threads stop at levels, and the tower looks up the numbers (``VisionTower``).
 """
 
 from typing import Any
@@ -22,12 +22,12 @@ class ImageProcessor:
 
     Args:
         model_path: directory of the checkpoint.
-        options: of the processor.
-        vision: of the checkpoint.
+        options: keyword arguments of the processor.
+        vision: configuration of the checkpoint's vision tower.
 
     Attributes:
         given: transformers' processor.
-        table: numbers of the levels of each channel, f32 [3, 256]; None where the processor does more than look up.
+        table: numbers of the levels of each channel, f32 [3, 256]; None if the processor does more than a lookup.
 
     Raises:
         TypeError: an option is unknown or has a wrong value.
@@ -37,18 +37,18 @@ class ImageProcessor:
         self.given, self._vision, self.table = make_processor(model_path, options), vision, None
         try:
             self.table = self._table()
-        except Exception:  # a processor of another kind raises any class; it makes the numbers itself
+        except Exception:  # other processors may raise anything; they compute the numbers themselves
             return
 
     def __call__(self, image: Any) -> dict[str, Any]:
-        """The tensors of an RGB image. Beside a ``table``, ``pixel_values`` are levels: uint8 [n, 3, ...]."""
+        """The tensors of an RGB image. If they have a ``table``, ``pixel_values`` are levels: uint8 [n, 3, ...]."""
         return self._run(image) if self.table is None else {**self._levels(image), "table": self.table}
 
     def _run(self, image: Any, **options: Any) -> dict[str, Any]:
         return dict(self.given(images=[image], return_tensors="pt", **options))
 
     def _levels(self, image: Any, **options: Any) -> dict[str, Any]:
-        """Levels of an image [1, 3, rows, columns], or of one frame of its patches [n, 3, pixels]: all are copies."""
+        """Levels of an image, [1, 3, rows, columns], or of its patches, [n, 3, pixels]: further frames are copies."""
         import torch
 
         tensors = self._run(image, **AS_LEVELS, **options)
@@ -58,14 +58,14 @@ class ImageProcessor:
         return tensors | {"pixel_values": torch.from_numpy(levels.astype(np.uint8))}  # torch would start threads
 
     def _table(self) -> Any:
-        """The table, if it gives the processor's numbers for an image of noise, which is resized; else None."""
+        """The table if it gives the processor's numbers for a resized image of noise, else None."""
         import torch
         from PIL import Image
 
         from nanovllm.models.vision_tower import numbers_of
 
         side = self._vision.patch_size * self._vision.merge_size
-        side *= -(-16 // side)  # with each level in each channel
+        side *= -(-16 // side)  # at least 256 pixels: each channel has each level
         ramp = np.broadcast_to(np.arange(side**2).reshape(side, side, 1), (side, side, 3))
         noise = np.random.default_rng(0).integers(0, 256, (2 * side + 3, 3 * side + 5, 3))
         ramp, noise = (Image.fromarray(pixels.astype(np.uint8)) for pixels in (ramp, noise))
@@ -82,7 +82,7 @@ class ImageProcessor:
 
 
 def make_processor(model_path: str, options: dict[str, Any]) -> Any:
-    """transformers' image processor, of torchvision where that is installed, else of PIL; TypeError for an option."""
+    """transformers' image processor, based on torchvision or else PIL; raises TypeError for a wrong option."""
     with LOADING_LOCK:
         from transformers import AutoImageProcessor
         from transformers.utils import is_torchvision_available

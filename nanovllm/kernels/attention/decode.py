@@ -17,8 +17,8 @@ is written, once, however many partial results were merged.
 
 A sequence within one split is written to `out` at once. Otherwise each of its splits leaves a partial result
 (accumulator, maximum, sum) in scratch slot split + sequence, and the last split to finish merges them. The splits of a
-sequence are consecutive, so slots never collide and the partials of one sequence lie side by side. Of few sequences
-with heads of 512 that would take longer than the rest (66 partial results of 16 KB): a second kernel merges them.
+sequence are consecutive, so slots never collide and the partials of one sequence are contiguous. With few sequences and
+heads of 512 that merge would take longer than all else (66 results of 16 KB), so a second kernel merges in parallel.
 
 The grid is one wave: loads run ahead of arithmetic across all of a program's tiles, and all programs end together.
 
@@ -392,13 +392,13 @@ def _decode_kernel(
 
 @triton.jit(do_not_specialize=["num_seqs", "num_splits"])
 def _merge_kernel(
-    context_lens_ptr, shared_lens_ptr,  # as in _decode_kernel, which wrote the partial results before
+    context_lens_ptr, shared_lens_ptr,  # as in _decode_kernel, which wrote the partial results
     partial_acc_ptr, partial_stats_ptr, sinks_ptr, out_ptr, num_seqs, num_splits, num_kv_heads, stride_out_seq,
     stride_out_head,
     GQA_GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, WINDOW: tl.constexpr, NUM_ROWS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_D channels of a head of a sequence, if the sequence is cut."""
+    """One program: merge BLOCK_D channels of one head, if its sequence is split."""
     REACH: tl.constexpr = WINDOW + NUM_ROWS - 1 if WINDOW > 0 else 0
     pdl_launch_dependents(USE_PDL)
     seq = tl.program_id(0)
@@ -425,8 +425,8 @@ def _merge_partials(
     stride_out_head, sinks_ptr, offs_g, offs_d, GQA_GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_P: tl.constexpr, NUM_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partials in scratch slots first_slot .. end_slot - 1, and write a sequence's result: these heads of a
-    group, these channels."""
+    """Merge the partials in scratch slots first_slot .. end_slot - 1, and write a sequence's result for heads offs_g
+    of the group and channels offs_d."""
     offs_p = tl.arange(0, BLOCK_P)
     BLOCK_G: tl.constexpr = offs_g.shape[0]
     acc = tl.zeros([BLOCK_G, offs_d.shape[0]], tl.float32)
@@ -476,7 +476,7 @@ class DecodeConfig(NamedTuple):
     kv_head_programs: int = 1  # programs that share the query heads of a KV head
     merged: int = 4096  # fp32 elements of partial results that a merge loads at a time
     columns: bool = True  # query heads are columns of the products, else rows
-    merge_apart: bool = False  # by a second kernel, with programs for each head
+    merge_apart: bool = False  # a second kernel merges, with programs for each head
 
 
 def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: int, itemsize: int,
@@ -512,7 +512,7 @@ def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: i
     if num_rows > 1:  # partial results hold all rows; with many heads the merge takes longer than the tiles
         programs = next(n for n in range(min(gqa_group, MAX_HEAD_PROGRAMS), gqa_group + 1) if gqa_group % n == 0)
         config = DecodeConfig(32, num_warps=2, num_stages=3, programs_per_sm=2, kv_head_programs=programs, merged=8192)
-    if block_d > 256:  # accumulators of two warps would not fit into registers, three tiles of fp32 not into 99 KB
+    if block_d > 256:  # with two warps accumulators exceed the registers, and three fp32 tiles exceed 99 KB
         is_large, has_few_heads = shared_kib >= 200, gqa_group <= 8
         block_n, per_sm = 64, 1 + (is_large and (has_few_heads or num_rows > 1))
         if is_large and has_few_heads and num_rows == 1 and itemsize == 2:
@@ -522,7 +522,7 @@ def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: i
         if num_rows == 1:
             # Sixteen columns do not fit into 99 KB.
             programs = next(n for n in range(1, gqa_group + 1) if gqa_group % n == 0 and gqa_group // n <= 8)
-            # With few sequences one program would merge for longer than all of them compute.
+            # With few sequences, a merge by one program would take longer than the computation.
             config = config._replace(kv_head_programs=1 if shared_kib >= 160 else programs, merge_apart=num_pairs <= 16)
     block_n = max(16, config.block_n * 256 // max(256, head_bytes))  # wider heads: the same number of bytes
     return config._replace(block_n=block_n, columns=columns)

@@ -162,7 +162,7 @@ class PrefillConfig(NamedTuple):
 
 
 def prefill_config(max_rows: int, head_size: int, itemsize: int, shared_kib: int) -> PrefillConfig:
-    """Choose for sequences of at most `max_rows` rows, query tokens * GQA_GROUP, and for the shared memory of a GPU."""
+    """Choose by `max_rows`, query tokens * GQA_GROUP of the longest sequence, by heads and by shared memory."""
     if itemsize > 2:
         block_m, block_n = 32 if head_size <= 256 else 16, 32 if head_size <= 128 else 16
         return PrefillConfig(block_m, block_n, num_warps=4, num_stages=2)

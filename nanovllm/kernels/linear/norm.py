@@ -174,8 +174,8 @@ def quantize_tokens(x):
 def post_norm_kernel(
     x_ptr,  # [T, C], tokens strided, written by the projection
     weight_ptr,  # [C]
-    second_ptr,  # [T, C], tokens strided, written by a kernel before; or None, likewise the next two
-    x_weight_ptr, second_weight_ptr,  # [C]: norms of x and of the second, whose sum is normed
+    second_ptr,  # [T, C], tokens strided, written by an earlier kernel; or None, as are the next two
+    x_weight_ptr, second_weight_ptr,  # [C]: weights of the norms of x and second; their sum is normed
     scale_ptr,  # [1] or None
     residual_ptr,  # [T, C], tokens strided; the norm of x is added to it here
     x_stride,

@@ -128,7 +128,7 @@ class QKVEpilogue(NamedTuple):
     num_heads: int
     num_kv_heads: int
     kv_scale: torch.Tensor | None = None  # fp32 [2, K], of keys and of values; read only where the caches are e4m3
-    v_norm: bool = False  # RMSNorm of values, too, without a weight
+    v_norm: bool = False  # values get an RMSNorm, too, without a weight
 
 
 def rms_norm(x, weight, eps):

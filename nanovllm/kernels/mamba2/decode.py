@@ -1,7 +1,7 @@
-"""Triton: a decode step of Mamba-2 in two launches: from the input projection's result to S C + D x, and norm.py's.
+"""Triton: a decode step of Mamba-2 in two launches: from the input projection to S C + D x, and norm.py's norm.
 
-Owns the first, and the arithmetic of a time step, which prefill.py shares. Knows nothing of requests or of copies of
-states.
+Owns the first launch, and the arithmetic of a time step, which prefill.py shares. Knows nothing of requests or copies
+of states.
 
 Program (head, token) reads and writes the head's state [P, N] part by part, and loads the next part meanwhile. With
 many sequences this traffic is the whole cost. Each head of a group computes B and C for itself; one of them stores the
@@ -97,7 +97,7 @@ def _decode_kernel(
     x = silu(x_before + x_input.to(tl.float32) * x_weight).to(DTYPE).to(tl.float32)
     B = silu(B_before + B_input.to(tl.float32) * B_weight).to(DTYPE).to(tl.float32)
     C = silu(C_before + C_input.to(tl.float32) * C_weight).to(DTYPE).to(tl.float32)
-    # y = S C of the new S, by the product with the old one: S leaves the registers as soon as it is updated.
+    # y = S C of the new S, computed from the product with the old one: S leaves the registers as soon as it is updated.
     BC, part = tl.sum(B * C, 0), tl.arange(0, PARTS)[:, None]
     x_parts, y = tl.reshape(x, [PARTS, BLOCK_P]), tl.zeros([PARTS, BLOCK_P], tl.float32)
     for i in tl.static_range(PARTS):

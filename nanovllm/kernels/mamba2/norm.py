@@ -17,7 +17,7 @@ def _gate_and_norm_kernel(
     u_stride, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, NORMS_FIRST: tl.constexpr, MEASURES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: a group of a token. MEASURES: only write the mean of the squares, which ranks then share."""
+    """One program: a group of a token. MEASURES: it only writes the mean of the squares, which ranks average."""
     pdl_launch_dependents(USE_PDL)
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     group, token = tl.program_id(0), tl.program_id(1).to(tl.int64)

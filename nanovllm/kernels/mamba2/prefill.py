@@ -3,7 +3,7 @@
 Owns the partition of the work and its scratch memory. Sequences and chunks are looked up on the device, so the grids
 depend on tensor sizes alone and fit CUDA graphs; programs without tokens return.
 
-    conv        program (block of channels, chunk): the convolution. One more per chunk: time steps and decays.
+    conv        program (block of channels, chunk): the convolution. Another program per chunk: time steps, decays.
     scan        program (rows of S, head, sequence): chunk after chunk, with its part of S in registers.
 
 Only the scan writes states, each channel of a ring by one program, and only ``conv`` reads channels that other programs
@@ -142,7 +142,7 @@ def _scan_kernel(
         count = (end - begin).to(tl.int32)
         mask = row_c < count
         # Written by conv: [C, BLOCK_P] of x, [C, N] of B and C, [C] of dt and G. Beyond the chunk x, B, C and dt are 0,
-        # and G is the last.
+        # and G keeps its last value.
         x = tl.load(xbc_ptr + begin * CHANNELS + x_offs, mask=mask, other=0.0)
         B_ptrs = xbc_ptr + begin * CHANNELS + B_offs
         B = tl.load(B_ptrs, mask=mask, other=0.0)

@@ -25,7 +25,7 @@ from ..recurrent.reference import Taps, conv_step
 class Mamba2Weights(NamedTuple):
     """This rank's weights of a layer, and its shape."""
 
-    conv: torch.Tensor  # [channels, W] of x, B, C, channels = H P + 2 G N; the last column is the token's own
+    conv: torch.Tensor  # [channels, W] of x, B, C, channels = H P + 2 G N; the last column is for the token itself
     conv_bias: torch.Tensor | None  # [channels]
     A_log: torch.Tensor  # fp32 [H]
     dt_bias: torch.Tensor  # fp32 [H]
@@ -35,7 +35,7 @@ class Mamba2Weights(NamedTuple):
     head_dim: int
     num_groups: int
     norms_first: bool  # the gate multiplies the norm's result, not its input
-    # Averages a tensor over the ranks that share a group; None: its channels are all here.
+    # Averages a tensor over the ranks that share a group; None: this rank has all channels of its groups.
     mean_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
@@ -140,7 +140,7 @@ def as_stored(state, dtype):
 
 
 def after_conv(convolved, u, weights):
-    """x [T, H, P], B and C [T, H, N], and dt [T, H] of tokens, fp32, of the convolution's sums [T, channels]."""
+    """x [T, H, P], B and C [T, H, N], and dt [T, H], all fp32, from the convolution's sums [T, channels]."""
     num_heads, num_groups, head_dim, state_dim = weights.sizes
     y = convolved if weights.conv_bias is None else convolved + weights.conv_bias.float()
     y = F.silu(y).to(u.dtype).float()

@@ -70,7 +70,7 @@ def chosen_experts(x, gate_up, down, ids, weights, act="silu", norm_weight=None,
                    allow_split_k=False, biases=(None, None), limit=0.0, shared=None):  # fmt: skip
     """See reference.chosen_experts. May return SplitKPartials of `base` with `allow_split_k`.
 
-    A norm, or a `shared` expert, which the ids hold as one more, is only for the tokens that gemv.py takes.
+    A norm, or a `shared` expert (an additional id of each token), is only allowed for the batches that gemv.py takes.
     """
     (num_tokens, num_channels), (of_gate_up, of_down) = x.shape, biases
     gate_up, down = usable(gate_up, x.dtype), usable(down, x.dtype)

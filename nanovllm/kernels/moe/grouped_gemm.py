@@ -303,7 +303,7 @@ def scale_group(weight):
 
 
 def grouped_gemm(config, x, weight, rows, counts, y, top_k, act=None, weights=None, bias=None, limit=0.0):
-    """See `grouped_gemm_kernel`; gated with `act`, or "relu2", else scaled by `weights`. x Tokens, and a Weight."""
+    """See `grouped_gemm_kernel`; `act` activates the results, else `weights` scale them. x: Tokens, weight: Weight."""
     (num_experts, num_features, _), num_channels = weight.data.shape, weight.num_channels
     gated, group, is_mxfp4 = act not in (None, "relu2"), scale_group(weight), weight.is_mxfp4
     num_outputs = num_features // 2 if gated else num_features

@@ -24,7 +24,7 @@ class Routing(NamedTuple):
     routed_scale: float = 1.0  # a factor of the weights
     num_groups: int = 1  # groups of E / num_groups neighbouring experts each
     top_groups: int = 1  # groups from which a token chooses: those with the largest sums of their two best scores
-    sum_eps: float = 1e-20  # added to the sum of the chosen, which may be 0
+    sum_eps: float = 1e-20  # added to the sum of the chosen scores, which may be 0
 
 
 class Shared(NamedTuple):
@@ -130,7 +130,7 @@ def chosen_experts(x, gate_up, down, ids, weights, act="silu", norm_weight=None,
         base: [T, C] or None.
         biases: of both products, [E, 2I] and [E, C], or None.
 
-    `fused_moe` gives the kernels its norm and its shared expert, too.
+    `fused_moe` also gives the kernels its norm and its shared expert.
     """
     assert norm_weight is None and shared is None
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)

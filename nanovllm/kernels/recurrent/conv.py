@@ -1,8 +1,8 @@
-"""Triton: the causal convolution per channel before a recurrence, over a ring of inputs; parts of kernels.
+"""Triton: the depthwise causal convolution before a recurrence, over a ring of inputs; functions that kernels call.
 
-Owns the arithmetic of the sums and the places in the ring [rows, W, CHANNELS]: the input of position p is in slot p %
-W. A step writes only the slot that it does not read, so the programs of a token may run in any order. Also the form in
-which states are stored.
+Owns the arithmetic of the sums, the form in which states are stored, and the slots of the ring [rows, W, CHANNELS]: the
+input of position p is in slot p % W. A step writes only the slot that it does not read, so the programs of a token may
+run in any order.
 """
 
 import triton

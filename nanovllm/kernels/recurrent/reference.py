@@ -1,6 +1,6 @@
 """PyTorch references that the operations of several kinds of recurrent layers share, and the description of a prefill.
 
-Owns ``Chunks``, and the causal convolution per channel with its ring: a row's slot p % W has the input of position p.
+Owns ``Chunks``, and the depthwise causal convolution with its ring: slot p % W of a row has the input of position p.
 
 T packed tokens, S sequences, NC chunks, B sequences of a decode step, W tokens that a convolution sees.
 """
@@ -26,7 +26,7 @@ class Chunks(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> "Chunks | None":
-        """Make it from a prefill's named arrays (``CHUNK_ARRAYS``); None for a decode step."""
+        """Make the chunks from a prefill's named arrays (``CHUNK_ARRAYS``); None for a decode step."""
         return cls(*(tensors[name] for name in CHUNK_ARRAYS)) if CHUNK_ARRAYS[0] in tensors else None
 
 
@@ -34,14 +34,14 @@ CHUNK_ARRAYS = tuple(f"chunks_{field}" for field in Chunks._fields)
 
 
 class Taps(NamedTuple):
-    """The inputs of a convolution in a prefill: each sequence follows its W - 1 inputs before."""
+    """The inputs of a convolution in a prefill: each sequence, preceded by its W - 1 earlier inputs."""
 
     inputs: torch.Tensor  # [S (W - 1) + T, channels]
     tokens: torch.Tensor  # i64[T], their rows in ``inputs``
 
     @classmethod
     def of(cls, u, ring, positions, chunks, num_taps):
-        """Gather them from u [T, channels] and from ``ring`` [rows, W, channels], which may be None."""
+        """Gather the inputs from u [T, channels] and from ``ring`` [rows, W, channels], which may be None."""
         W1, (S, cu_seqlens) = num_taps - 1, (len(chunks.rows), chunks.cu_seqlens.long())
         tokens = torch.arange(len(u), device=u.device)
         seqs = torch.searchsorted(cu_seqlens[1:], tokens, right=True).clamp_(max=S - 1)  # padding follows the last one
@@ -57,7 +57,7 @@ class Taps(NamedTuple):
         return cls(inputs, tokens)
 
     def conv(self, weight):
-        """The sums [T, channels], fp32, by ``weight`` [channels, W]; its last column is the token's own."""
+        """The sums [T, channels], fp32, with ``weight`` [channels, W]; its last column is for the token itself."""
         W = weight.shape[1]
         inputs, columns = self.inputs.float(), weight.float().unbind(1)
         y = inputs * columns[W - 1]

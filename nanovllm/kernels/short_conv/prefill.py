@@ -20,7 +20,7 @@ BLOCK = 64  # channels of a program
 
 @triton.jit
 def gated_inputs(u_ptr, offs, mask, N: tl.constexpr):
-    """The products b x of u's dtype, where ``offs`` are of their b."""
+    """The products b x in u's dtype; ``offs`` are the offsets of b."""
     b = tl.load(u_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(u_ptr + 2 * N + offs, mask=mask, other=0.0).to(tl.float32)
     return (b * x).to(u_ptr.dtype.element_ty)
@@ -111,8 +111,8 @@ def _store_kernel(
     first = tl.load(positions_ptr + start) - start
     offs_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     save_row = tl.load(save_rows_ptr + chunk).to(tl.int64)
-    # A first chunk of less than W - 1 tokens needs the ring of ``load_row``. The last chunk, which may overwrite this
-    # row, stores its snapshot, too.
+    # A first chunk of fewer than W - 1 tokens needs the ring of ``load_row``, which the program of the last chunk may
+    # overwrite; so that program also stores the first chunk's snapshot.
     if (save_row >= 0) & ((end == stop) | (end - start >= W - 1)):
         store_inputs(u_ptr, ring_ptr, save_row, load_row, offs_n, start, end, first + end, u_stride, ring_stride, N, W)
     if end == stop:

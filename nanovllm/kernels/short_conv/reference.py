@@ -18,7 +18,7 @@ from ..recurrent.reference import Taps, conv_step
 class ShortConvWeights(NamedTuple):
     """This rank's weights of a layer."""
 
-    conv: torch.Tensor  # [N, W]; the last column is the token's own
+    conv: torch.Tensor  # [N, W]; the last column is for the token itself
 
 
 class ShortConvStates(NamedTuple):

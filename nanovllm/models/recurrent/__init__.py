@@ -20,7 +20,7 @@ class StateShape(NamedTuple):
     """A tensor of the state of one sequence, in one layer of one rank."""
 
     shape: tuple[int, ...]
-    accumulates: bool  # it has the option ``state_dtype``; False: it holds inputs, in the model's dtype
+    accumulates: bool  # its dtype is the option ``state_dtype``; False: it holds inputs, in the model's dtype
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class RecurrentConfig:
     Attributes:
         operations: folder in ``kernels/``.
         mixers: name in ``layer_types`` of ``config.json`` -> mixer, a key of ``MIXERS``, or "" for none.
-        rules: the fields of ``config.json``, which other models may not have.
-        mlps: name in ``layer_types`` -> its MLP, a key of ``MLPS``, or "" for none, where it differs from others'.
-        layers_field: the field that tells the kinds of layers where ``layer_types`` is absent.
+        rules: fields of ``config.json`` that only models of this kind may have.
+        mlps: name in ``layer_types`` -> MLP, a key of ``MLPS``, or "" for none; the others have the model's usual MLP.
+        layers_field: the field that gives the kinds of layers if ``layer_types`` is absent.
     """
 
     operations: ClassVar[str]
@@ -43,12 +43,12 @@ class RecurrentConfig:
 
     @classmethod
     def read(cls, given: dict[str, Any]) -> Self:
-        """Make it of the fields; raises CheckpointError if they contradict each other."""
+        """Build the configuration from the fields; raise CheckpointError if they contradict each other."""
         raise NotImplementedError
 
     @classmethod
     def layer_type(cls, given: dict[str, Any], layer: int) -> str:
-        """The ``layer_types`` of a layer, from ``layers_field``."""
+        """The entry of ``layer_types`` for a layer, derived from ``layers_field``."""
         raise NotImplementedError
 
     def state_shapes(self, num_ranks: int) -> tuple[StateShape, ...]:

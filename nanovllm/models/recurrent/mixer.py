@@ -22,14 +22,14 @@ from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
 
 class RecurrentMixer(nn.Module):
-    """A mixer with states. Without ``states`` a prefill begins with zeros, and leaves nothing behind.
+    """A mixer with states. Without ``states`` a prefill begins with zeros and stores nothing.
 
     A subclass makes ``in_proj``, ``weights`` and ``out_proj``.
 
     Attributes:
-        name: of the module in checkpoints.
+        name: name of the module in checkpoints.
         States: NamedTuple of a layer's tensors [rows, ...], in the order of ``RecurrentConfig.state_shapes``.
-        weights: of the operations, on this rank.
+        weights: this rank's weights, as the operations take them.
     """
 
     name: ClassVar[str]
@@ -47,7 +47,7 @@ class RecurrentMixer(nn.Module):
         self.states: Any = None
 
     def project(self, residual: torch.Tensor, norm: RMSNorm | None) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """residual [T, C] -> the inputs of the operations, [T, ...] each, and the residual with all its parts added."""
+        """residual [T, C] -> the inputs of the operations, [T, ...] each, and the residual, all parts added."""
         return (self.in_proj(residual, norm),), residual
 
     def forward(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
@@ -75,7 +75,7 @@ def joint_projection(hidden_size: int, sizes: dict[str, int], joined: dict[str, 
 def conv_weight(sizes: list[int] | Shards, num_taps: int, tp: TPGroup) -> nn.Parameter:
     """The weight of a convolution per channel, [this rank's channels, W], loaded from [channels of all ranks, 1, W].
 
-    ``sizes``: channels of all ranks, of the parts that are sharded each for itself.
+    ``sizes``: channels of each part over all ranks; every part is sharded by itself.
     """
     shards = Shards.of(sizes, tp.rank, tp.size)
     N = sum(shard.num_rows_in_checkpoint() for shard in shards.values())

@@ -1,4 +1,4 @@
-"""The mixer of a gated delta net, whose state is a matrix for each value head, and the inputs of its convolution.
+"""The mixer of a gated delta net: its state is a matrix for each value head, and the inputs of a convolution.
 
 Owns its weights, and how they are sharded: by key heads, each with its value heads.
 ``kernels/gated_delta/reference.py`` defines the computation.
@@ -85,9 +85,9 @@ class GatedDeltaNet(RecurrentMixer):
         self.packed_modules_mapping = packed_modules(config)
 
     def project(self, residual: torch.Tensor, norm: RMSNorm | None) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """The inputs are u, which has q, k, v and z, and ba."""
+        """The inputs of the operations are u, with q, k, v and z, and ba."""
         u = self.in_proj(residual, norm)
         if self.in_proj_ba is None:
             return (u[:, : -self.num_gates], u[:, -self.num_gates :]), residual
-        residual = residual[:]  # the norm has reduced SplitKPartials, if it was one, into this tensor
+        residual = residual[:]  # if the residual was SplitKPartials, the norm has reduced them into this tensor
         return (u, self.in_proj_ba(residual, norm)), residual

@@ -15,12 +15,12 @@ SCALES = Rule("a list of five positive numbers", lambda x: x is None or (len(x) 
 @dataclass(frozen=True)
 class Mamba2Config(RecurrentConfig):
     num_heads: int
-    num_groups: int  # heads of a group have B and C in common, and are normalised together
+    num_groups: int  # heads of a group share B and C, and are normalised together
     head_dim: int
     state_dim: int
     conv_size: int  # tokens that the convolution sees
     has_conv_bias: bool
-    norm: str  # "gated": of the gated result; "first": before the gate; "": only the gate
+    norm: str  # "gated": norm after the gate; "first": norm before the gate; "": no norm
     input_scales: tuple[float, ...]  # factors of z, x, B, C and dt
     output_scale: float
 
@@ -66,7 +66,7 @@ class Mamba2Config(RecurrentConfig):
 
     @classmethod
     def layer_type(cls, given: dict[str, Any], layer: int) -> str:
-        return "hybrid"  # Falcon's files leave it out, as all are alike
+        return "hybrid"  # Falcon's files leave the field out: all layers are alike
 
     def state_shapes(self, num_ranks: int) -> tuple[StateShape, ...]:
         """The convolution's ring, and S of each head."""
@@ -78,7 +78,7 @@ class Mamba2Config(RecurrentConfig):
         )
 
     def group_ranks(self, num_ranks: int) -> int:
-        """Ranks that groups are divided over; 1: all ranks have the only group."""
+        """Number of ranks that share the groups out; 1: every rank has the only group."""
         return 1 if self.num_groups == 1 else num_ranks
 
     def divided(self) -> tuple[tuple[str, int], ...]:

@@ -1,7 +1,7 @@
-"""The mixer of Mamba-2, whose state is a matrix for each head, and the inputs of its convolution.
+"""The mixer of Mamba-2: its state is a matrix for each head, and the inputs of its convolution.
 
-Owns its weights, and how they are sharded: by heads, with their groups. All ranks have the group if there is one.
-``kernels/mamba2/reference.py`` defines the computation. Falcon's layers add the results of attention and Mamba.
+Owns its weights, and how they are sharded: by heads, with their groups. A single group is whole on every rank.
+``kernels/mamba2/reference.py`` defines the computation. Falcon's layers add the results of attention and Mamba-2.
 
 Legend: C hidden size, T packed tokens, H heads of P channels, G groups of N channels (of this rank).
 """
@@ -52,7 +52,7 @@ class Mamba2(RecurrentMixer):
         convolved = Shards({name: parts[name] for name in ("x", "B", "C")})
         self.conv_weight = conv_weight(convolved, mamba.conv_size, tp)
         self.conv_bias = conv_bias(convolved) if mamba.has_conv_bias else None
-        values = torch.empty(3, of_steps.num_rows, dtype=torch.float32)  # fp32: exponents, and factors of sums in fp32
+        values = torch.empty(3, of_steps.num_rows, dtype=torch.float32)  # fp32: exponents, and factors of fp32 sums
         self.A_log, self.dt_bias, self.D = (nn.Parameter(row.clone(), requires_grad=False) for row in values)
         for param in (self.A_log, self.dt_bias, self.D):
             param.weight_loader = row_loader(*of_steps.place)  # type: ignore[attr-defined]
@@ -70,7 +70,7 @@ class Mamba2(RecurrentMixer):
 
 
 class Mamba2BesideAttention:
-    """The sum of both mixers, each of the same input. ``parts`` are its modules, by their names in checkpoints."""
+    """The sum of both mixers of the same input. ``parts`` are the two modules, by their names in checkpoints."""
 
     name: ClassVar[str] = "mamba_beside_attention"
 
@@ -85,7 +85,7 @@ class Mamba2BesideAttention:
     def __call__(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
         """residual [T, C] -> this rank's partial sum of residual + both mixers(norm(residual)), [T, C] or [N, C]."""
         o = self.self_attn(residual, norm, context)
-        residual = residual[:]  # the norm has reduced SplitKPartials, if it was one, into this tensor
+        residual = residual[:]  # if the residual was SplitKPartials, the norm has reduced them into this tensor
         o += self.mamba(residual, norm, context)
         if self.tp.rank > 0:
             return o

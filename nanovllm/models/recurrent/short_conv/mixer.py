@@ -1,4 +1,4 @@
-"""The mixer of LFM2: a causal convolution of a few tokens between two gates, whose state is its last inputs.
+"""The mixer of LFM2: a causal convolution of a few tokens between two gates; its state is its last inputs.
 
 Owns its weights, and how they are sharded: by channels. ``kernels/short_conv/reference.py`` defines the computation.
 """
@@ -25,7 +25,7 @@ class ShortConv(RecurrentMixer):
         conv, C = config.recurrent, config.hidden_size
         assert isinstance(conv, ShortConvConfig)
         kinds = [config.precision(layer, f"conv.{name}") for name in ("in_proj", "out_proj")]
-        # the gate before the convolution, the gate after it, and x; one tensor in checkpoints
+        # the gates before and after the convolution, and x; checkpoints store them as one tensor
         self.in_proj = MergedColumnParallelLinear(C, [conv.channels] * 3, tp=tp, precision=kinds[0])
         self.conv_weight = conv_weight([conv.channels], conv.conv_size, tp)
         self.weights = ShortConvWeights(self.conv_weight)
