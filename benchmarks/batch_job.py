@@ -242,6 +242,8 @@ def pages(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     from benchmarks.workloads import page
 
     jobs = [(int(rows), kernels) for rows, _, kernels in (job.partition(":") for job in args.jobs)]
+    if jobs[0][1] != "cold" or any(kernels not in ("cold", "warm") for _, kernels in jobs):
+        raise SystemExit(f"--jobs {' '.join(args.jobs)}: each is N:cold or N:warm, and the first is cold.")
     (directory / "pages").mkdir()
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as processes:  # one of them holds the GPU till its end
         written = None if args.model else processes.submit(write_checkpoint, directory / "model", args.size)
@@ -267,7 +269,7 @@ def pages(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
         last_row_s = out.stat().st_mtime - start
         records = [json.loads(line) for line in out.read_text().splitlines()]
         figures |= {"last_row_s": round(last_row_s, 1), "pages_per_s": round(rows / last_row_s, 2)}
-        figures["complete_rows"] = sum(record["completion_tokens"] == args.longest for record in records)
+        figures["complete_rows"] = sum(record.get("completion_tokens") == args.longest for record in records)
         report[f"{rows} pages, {kernels} kernels"] = figures
         print(f"{rows} pages, {kernels} kernels: {figures}", flush=True)
     return report

@@ -83,7 +83,7 @@ def run(engine: "LLMEngine", known: list["Request"],
             engine.scheduler.admission.num_expected = sum(request.params.n for request in known)
         known.reverse()
         in_turn = (known.pop() for _ in range(len(known)))
-        feed = chain((request for request in in_turn if request.request_id in caller.unfinished), more)
+        feed = chain(filter(lambda request: request.request_id in caller.unfinished, in_turn), more)  # keeps no request
         is_fed = False  # whether all its prompts are queued
         while True:
             with Guard(engine):

@@ -1,8 +1,7 @@
 """Build transformers' model with parameters on meta, and exchange its MLPs, experts, linear layers and norms.
 
 An exchange needs no trust: a class of norms, MLPs or experts is exchanged if its numbers agree with this library's
-reference.
-``proof.py`` compares every exchanged module again once the weights are loaded.
+reference. ``proof.py`` compares every exchanged module again once the weights are loaded.
 """
 
 import re
@@ -202,16 +201,18 @@ def schemes_of(model: Any, config: TransformersConfig, linears: list[str]) -> di
         for path, count in experts.items() for merged in EXPERT_PARTS
     }  # fmt: skip
     modules = [*(path for path in linears if path not in experts), *chain(*parts.values())]
+    mlps = tuple(f"{path.rpartition('.')[0]}." for path in experts)
+    routers = {
+        path for path in linears if path not in experts and path.startswith(mlps)
+        and not hasattr(model.get_submodule(path.rpartition(".")[0]), "down_proj")
+    }  # fmt: skip
     if not quantization:
         scheme = None if config.fp8 is None else Fp8(config.fp8)
-        mlps = tuple(f"{path.rpartition('.')[0]}." for path in experts)
-        routers = {
-            path for path in linears if path not in experts and path.startswith(mlps)
-            and not hasattr(model.get_submodule(path.rpartition(".")[0]), "down_proj")
-        }  # fmt: skip
         return {path: None if path in routers else scheme for path in (*modules, *parts)}
     schemes = read_schemes(quantization, config.family, modules)
-    if config.fp8 is None and (files := list(Path(config.model_path).glob("*.safetensors"))):
+    if config.fp8 is not None:  # a router in 16 bits would be quantized by the loader
+        schemes |= dict.fromkeys(routers)
+    elif (files := list(Path(config.model_path).glob("*.safetensors"))):
         names, tensors = Names(model), chain(*map(tensor_names, files))
         packed = {names.here(name).rpartition(".")[0] for name in tensors if name.rpartition(".")[2] in CODES}
         schemes = {path: scheme if path in packed else None for path, scheme in schemes.items()}

@@ -170,6 +170,8 @@ class TransformersCausalLM(nn.Module):
                 dropped.add(path)
                 parent, _, name = path.rpartition(".")
                 setattr(self.model.get_submodule(parent), name, None)
+        self._parts.clear()  # they would stay in memory
+        self._runs.clear()
         return dropped
 
     @property
@@ -227,9 +229,10 @@ class TransformersCausalLM(nn.Module):
         q, k, v = (F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x for x in (q, k, v))
         if layer.k_cache.numel():
             slots = context.slot_mapping
+            zeros = torch.zeros_like(slots)  # before the launch of ``cat``: the kernel reads positions before it waits
             self.ops.norm_rope_store(
-                torch.cat([k, v], 1).flatten(1), None, None, 0.0, self.unrotated, torch.zeros_like(slots), slots,
-                layer.k_cache, layer.v_cache, 0, layer.num_kv_heads, layer.kv_scale,
+                torch.cat([k, v], 1).flatten(1), None, None, 0.0, self.unrotated, zeros, slots, layer.k_cache,
+                layer.v_cache, 0, layer.num_kv_heads, layer.kv_scale,
             )  # fmt: skip
         out = layer(q.contiguous(), context, sinks)
         return out.view(len(q), num_heads, size)[..., :width]

@@ -519,11 +519,14 @@ def decode_config(num_seqs: int, num_kv_heads: int, gqa_group: int, head_size: i
             block_n, per_sm = 128, 1
         config = config._replace(block_n=block_n, num_warps=4, num_stages=2 if itemsize == 4 else 3,
                                  programs_per_sm=per_sm)  # fmt: skip
+        # Sixteen columns do not fit into 99 KB.
+        divisors = [n for n in range(1, gqa_group + 1) if gqa_group % n == 0]
+        programs = next((n for n in divisors if gqa_group // n * num_rows <= 8), gqa_group) if shared_kib < 160 else 1
         if num_rows == 1:
-            # Sixteen columns do not fit into 99 KB.
-            programs = next(n for n in range(1, gqa_group + 1) if gqa_group % n == 0 and gqa_group // n <= 8)
             # With few sequences, a merge by one program would take longer than the computation.
-            config = config._replace(kv_head_programs=1 if shared_kib >= 160 else programs, merge_apart=num_pairs <= 16)
+            config = config._replace(kv_head_programs=programs, merge_apart=num_pairs <= 16)
+        else:
+            config = config._replace(kv_head_programs=max(config.kv_head_programs, programs))
     block_n = max(16, config.block_n * 256 // max(256, head_bytes))  # wider heads: the same number of bytes
     return config._replace(block_n=block_n, columns=columns)
 

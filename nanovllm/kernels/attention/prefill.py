@@ -197,7 +197,8 @@ def paged_prefill_attention(
             kv_scale, out, sinks,
         )  # fmt: skip
 
-    config = prefill_config(max_seqlen_q * gqa_group, head_size, k_cache.element_size(), shared_kib(q.device))
+    itemsize = max(q.element_size(), k_cache.element_size())
+    config = prefill_config(max_seqlen_q * gqa_group, head_size, itemsize, shared_kib(q.device))
     launch(
         _prefill_kernel, (num_seqs * num_kv_heads, triton.cdiv(max_seqlen_q, config.block_m // gqa_group)),
         q, k_cache, v_cache, cu_seqlens_q, req_indices, context_lens, block_tables, out,

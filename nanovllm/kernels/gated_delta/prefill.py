@@ -50,7 +50,7 @@ def _conv_kernel(
     is_restored = False
     if ring_ptr is not None:
         load_row = tl.load(load_rows_ptr + seq).to(tl.int64)
-        is_restored = (load_row >= 0) & (num_before == 0)
+        is_restored = (load_row >= 0) & (num_before < W - 1)
         ring_ptr += load_row * ring_stride
     first = begin.to(tl.int64)
     u_ptr += first * u_stride

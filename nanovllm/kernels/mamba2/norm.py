@@ -62,7 +62,7 @@ def gate_and_norm(y, u, weights):
             _gate_and_norm_kernel, (num_groups, len(y)),
             y, u, weights.norm, mean_squares, u.stride(0), weights.eps,
             SIZE=size, BLOCK=triton.next_power_of_2(size), NORMS_FIRST=weights.norms_first, MEASURES=measures,
-            num_warps=max(1, min(8, size // 256)), **launch_options(y.device),
+            num_warps=max(1, min(8, triton.next_power_of_2(size) // 256)), **launch_options(y.device),
         )  # fmt: skip
         if measures:
             mean_squares = weights.mean_over_ranks(mean_squares)

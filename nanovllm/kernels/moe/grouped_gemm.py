@@ -115,7 +115,7 @@ def grouped_gemm_kernel(
     MXFP4: tl.constexpr,
     INT4: tl.constexpr,
     USE_ASM: tl.constexpr,  # with MXFP4 and INT4
-    ACT: tl.constexpr,  # with GATED
+    ACT: tl.constexpr,  # with OF_TOKENS
     LIMIT: tl.constexpr,  # with GATED
     OF_TOKENS: tl.constexpr,  # x is [T, K], the result an activation; else x is [T * k, K], the result weight * y
     GATED: tl.constexpr,  # the activation is act(gate) * up; else it is relu(x)^2

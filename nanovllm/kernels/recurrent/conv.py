@@ -44,8 +44,8 @@ def conv_chunk(
 ):  # fmt: skip
     """The convolution's sums [C, N] over a chunk, of ``channels`` [N], fp32.
 
-    u_ptr: the chunk's first token of ``num_tokens``; ``num_before`` tokens of its sequence precede it in this launch.
-    ring_ptr: with ``is_restored``, the inputs before ``position``, the first token's position.
+    u_ptr: the chunk's first token of ``num_tokens``, at ``position``; ``num_before`` tokens of its sequence precede it
+    in this launch. ring_ptr: with ``is_restored``, the inputs before these.
     """
     offs_c = tl.arange(0, C)
     y = tl.zeros([C, channels.shape[0]], tl.float32)
@@ -57,7 +57,7 @@ def conv_chunk(
     if ring_ptr is not None and is_restored:
         for i in tl.static_range(1, W):
             weight = tl.load(conv_ptr + channels * W + W - 1 - i).to(tl.float32)
-            mask = (offs_c < num_tokens) & (offs_c < i)
+            mask = (offs_c < num_tokens) & (offs_c - i < -num_before)
             ptrs = ring_ptr + ((position + offs_c + W - i) % W)[:, None] * CHANNELS + channels[None, :]
             y += tl.load(ptrs, mask=mask[:, None], other=0.0).to(tl.float32) * weight[None, :]
     return y
