@@ -173,7 +173,7 @@ def test_fields_that_change_the_numbers_are_refused(field, value, checkpoint, tm
 def test_a_model_without_attention_is_refused(case, fields, checkpoint, tmp_path):
     """The size of a KV cache without layers was divided by."""
     path = families.copied(checkpoint(case)[0], tmp_path, **fields)
-    with pytest.raises(CheckpointError, match=r"all layers are 'linear_attention', by layer_types or full_attention_i"):
+    with pytest.raises(CheckpointError, match=r"no layer is attention, by layer_types or full_attention_interval"):
         read_model_config(path)
 
 

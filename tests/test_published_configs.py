@@ -626,8 +626,27 @@ def test_layers_of_gemma4():
     assert [layer.head_dim for layer in layers] == [256, 256, 256, 256, 512] * 7
     kept = published.one_layer_of_each_kind().layers
     assert [(layer.kind[:4], layer.shares_kv) for layer in kept] == [
-        ("slid", False), ("full", False), ("slid", True), ("full", True), ("full", True),
+        ("slid", False), ("full", False), ("full", False), ("slid", True), ("full", True),
     ]  # fmt: skip
+    raw["text_config"]["rope_parameters"] = None
+    assert model_config({**SHARED, **raw}).ropes == published.ropes, "null is the class's default"
+
+
+def test_kinds_of_nemotron_that_compile_at_start():
+    """A prefill keeps its last tokens alone from the last mixer on; attention before it takes them all."""
+    layers = read("Nemotron-3-Nano-30B-A3B").one_layer_of_each_kind().layers
+    assert [(layer.mixer, layer.mlp) for layer in layers] == [
+        ("mamba2", ""), ("", "experts"), ("attention", ""), ("mamba2", ""), ("", "experts"),
+    ]  # fmt: skip
+
+
+def test_fields_that_other_hybrids_ignore():
+    """Granite's class reads none of Falcon's factors, and takes its activation for the convolution, too."""
+    architecture, raw, _ = next(row for row in PUBLISHED.values() if row[0] == "GraniteMoeHybridForCausalLM")
+    raw = {**SHARED, **raw, "architectures": [architecture]}
+    assert model_config({**raw, "mamba_norm_before_gate": True, "ssm_in_multiplier": 2.0}) == model_config(raw)
+    with pytest.raises(CheckpointError, match="hidden_act='gelu_pytorch_tanh' is not supported here: only silu"):
+        model_config({**raw, "hidden_act": "gelu_pytorch_tanh"})
 
 
 @pytest.mark.parametrize(("fields", "message"), [

@@ -97,7 +97,8 @@ def select_backend(
     if head_dim > MAX_HEAD_DIM.get(name, head_dim):
         raise ConfigError(
             f"attention_backend={name!r}: the model has heads of {head_dim}, and the kernels take at most "
-            f"{MAX_HEAD_DIM[name]}. Use 'auto' or 'sdpa'."
+            f"{MAX_HEAD_DIM[name]}. Use 'auto'{', ' + repr('triton') if head_dim <= MAX_HEAD_DIM['triton'] else ''} or "
+            "'sdpa'."
         )
     if name == "sdpa" or (name == "auto" and (gqa_group > MAX_GQA_GROUP or head_dim > MAX_HEAD_DIM["triton"])):
         return plain

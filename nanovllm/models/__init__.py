@@ -8,7 +8,7 @@
 from typing import Any
 
 from nanovllm.models.families import TOWER, Family
-from nanovllm.models.spellings import of_lfm2, of_mamba2, of_nemotron_h
+from nanovllm.models.spellings import of_granite_h, of_lfm2, of_mamba2, of_nemotron_h
 
 QWEN: dict[str, Any] = {
     "windows": "late", "reads": ("sliding_window", "use_sliding_window"),
@@ -110,7 +110,7 @@ QWEN3_NEXT_MOE: dict[str, Any] = {
 }  # fmt: skip
 MAMBA2 = ((".conv1d.weight", ".conv_weight"), (".conv1d.bias", ".conv_bias"), (".mamba.norm.", ".mamba.gate_norm."))
 GRANITE_MAMBA2 = Family(
-    recurrent="mamba2", spelled=of_mamba2,
+    recurrent="mamba2", spelled=of_granite_h,
     reads=("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling",
            "position_embedding_type", "no_rope_layers"),
     defaults={

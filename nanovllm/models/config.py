@@ -144,6 +144,11 @@ class ModelConfig:
         """Rotary settings of the attention layers; None: not rotated."""
         return tuple(layer.rope for layer in self.attention_layers)
 
+    @property
+    def last_storing(self) -> int:
+        """The last layer with a state, or with keys and values of its own; later ones need no token of the prompt."""
+        return max(i for i, layer in enumerate(self.layers) if layer.mixer and not layer.shares_kv)
+
     def for_length(self, max_model_len: int) -> "ModelConfig":
         """Adapt the layers to requests of at most ``max_model_len`` tokens."""
         return replace(self, layers=tuple(layer.for_length(max_model_len) for layer in self.layers))
@@ -201,12 +206,16 @@ class ModelConfig:
         return "|".join(unused + [r"(.*\.)?lm_head\.weight"] * has_no_lm_head)
 
     def one_layer_of_each_kind(self) -> "ModelConfig":
-        """One layer of each kind that runs other kernels, then the last layer, which takes another path in prefill."""
-        *others, last = self.layers
-        kinds: dict[LayerConfig, LayerConfig] = {}
-        for layer in others:
-            kinds.setdefault(replace(layer, rope=None), layer)
-        return replace(self, layers=(*kinds.values(), last))
+        """One layer of each kind that runs other kernels, around the one where a prefill drops tokens."""
+        last = self.last_storing
+
+        def kinds(layers: tuple[LayerConfig, ...]) -> list[LayerConfig]:
+            found: dict[LayerConfig, LayerConfig] = {}
+            for layer in layers:
+                found.setdefault(replace(layer, rope=None), layer)
+            return list(found.values())
+
+        return replace(self, layers=(*kinds(self.layers[:last]), self.layers[last], *kinds(self.layers[last + 1 :])))
 
     def describe(self, runner: Any) -> str:
         """A clause of the line at start, about the model of a rank's runner."""

@@ -170,6 +170,9 @@ def model_config(raw: dict[str, Any], files: Sequence[Path] = ()) -> ModelConfig
             rope.check_head(size)
     if given["hidden_size_per_layer_input"] and given["vocab_size_per_layer_input"] != given["vocab_size"]:
         raise CheckpointError("config.json: vocab_size_per_layer_input must be vocab_size.")
+    act = {"mamba2": "silu"}.get(family.recurrent, "gelu_tanh" if given["hidden_size_per_layer_input"] else "")
+    if act and not family.ungated and ACTIVATIONS[given["hidden_act"]] != act:
+        raise CheckpointError(f"config.json: hidden_act={given['hidden_act']!r} is not supported here: only {act}.")
     # Qwen's recipe for yarn adds rope_scaling to a config.json and leaves max_position_embeddings
     stretched = [int(rope.factor * rope.original_max_position) for rope in ropes if rope.kind == "yarn"]
     check("config.json", "factor * original_max_position_embeddings", max([1, *stretched]), SIZE, CheckpointError)
@@ -206,7 +209,7 @@ def model_config(raw: dict[str, Any], files: Sequence[Path] = ()) -> ModelConfig
         "residual_scale": given["residual_multiplier"],
         "logit_scale": given["lm_head_multiplier"] / given["logits_scaling"] if has_lm_head else 1.0,
         "layers": layers,
-        "moe": _moe(given, family) if family.experts else None,
+        "moe": _moe(given, family) if any("experts" in layer.mlp for layer in layers) else None,
         "has_lm_head": has_lm_head,
         "num_labels": num_labels,
         "activation": LABEL_ACTIVATIONS.get(given["problem_type"], "softmax" if num_labels > 1 else "sigmoid"),
@@ -234,7 +237,8 @@ def _normalized(raw: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     outer = {field: raw[field] for field in kept if raw.get(field) is not None}
     has_rope = any((raw | text).get(field) for field in ("rope_parameters", "rope_scaling"))
     defaults = {field: value for field, value in family.defaults.items() if field != "rope_parameters" or not has_rope}
-    raw = {**DEFAULTS, **defaults, **raw, **text, **outer}
+    given = {field: value for field, value in (raw | text).items() if value is not None or field != "rope_parameters"}
+    raw = {**DEFAULTS, **defaults, **given, **outer}
     raw |= family.spelled(raw) if family.spelled else {}
     raw["dtype"] = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if raw.get("rotary_dim") and raw.get("partial_rotary_factor") is None:  # MiniMax's form
@@ -352,8 +356,8 @@ def _kinds(given: dict[str, Any], family: Family, recurrent: type[RecurrentConfi
         raise CheckpointError("config.json: layer_types has 'linear_attention', which this architecture does not know.")
     if recurrent and not any(recurrent.mixers.get(kind, kind).endswith("attention") for kind in kinds):
         raise CheckpointError(
-            f"config.json: all layers are {kinds[0]!r}, by layer_types or {recurrent.layers_field}; models without "
-            "an attention layer are not supported."
+            f"config.json: no layer is attention, by layer_types or {recurrent.layers_field}; models without an "
+            "attention layer are not supported."
         )
     if family.decoder == "gemma4":  # transformers makes the last layer full, whatever the file says
         kinds = (*kinds[:-1], "full_attention")

@@ -172,7 +172,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(
             self.layer_class(config, x, tables.get((x.rope, x.head_dim)), backend, tp) for x in config.layers
         )
-        self.last_mixer = max(i for i, layer in enumerate(config.layers) if layer.mixer)
+        self.last_storing = config.last_storing
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.family.norm_offset, config.logit_scale)
 
     def forward(self, input_ids: torch.Tensor, context: Context) -> torch.Tensor:
@@ -183,7 +183,7 @@ class Decoder(nn.Module):
         """
         residual, every_token = self.embed_tokens(input_ids), context.all_tokens()
         for i, layer in enumerate(self.layers):
-            residual = layer(residual, every_token if i < self.last_mixer else context)
+            residual = layer(residual, every_token if i < self.last_storing else context)
         return self.norm(residual)
 
 

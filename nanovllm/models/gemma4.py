@@ -113,7 +113,6 @@ class Gemma4Decoder(Decoder):
     def __init__(self, config: ModelConfig, backend: AttentionBackend, tp: TPGroup):
         super().__init__(config, backend, tp)
         C, L, P = config.hidden_size, config.num_hidden_layers, config.per_layer_size
-        self.num_storing = sum(not layer.shares_kv for layer in config.layers)  # these layers come first
         storing: dict[str, Attention] = {}  # the last attention of each kind that stores keys and values
         layers: Any = self.layers
         for i, (of_layer, layer) in enumerate(zip(config.layers, layers, strict=True)):
@@ -134,13 +133,13 @@ class Gemma4Decoder(Decoder):
         if self.per_layer_size:
             inputs = self.per_layer_inputs(input_ids, residual)
             context = replace(context, tensors={**context.tensors, PER_LAYER: inputs})
-        every_token, storing = context.all_tokens(), self.layers[: self.num_storing]
+        every_token, storing = context.all_tokens(), self.layers[: self.last_storing + 1]
         for layer in storing[:-1]:
             residual = layer(residual, every_token)
         residual = storing[-1](residual, context)
         if context.logits_indices is not None:
             context = of_last_tokens(context, context.logits_indices)
-        for layer in self.layers[self.num_storing :]:
+        for layer in self.layers[self.last_storing + 1 :]:
             residual = layer(residual, context)
         return self.norm(residual)
 

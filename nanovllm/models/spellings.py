@@ -29,6 +29,16 @@ OLD_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}  # in f
 LETTERS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
 
 
+# Fields of Falcon-H1; other classes do not read them.
+FALCONS = dict.fromkeys((
+    "mamba_norm_before_gate", "mamba_rms_norm", "ssm_multipliers", "ssm_in_multiplier", "ssm_out_multiplier",
+))  # fmt: skip
+
+
+def of_granite_h(raw: dict[str, Any]) -> dict[str, Any]:
+    return of_mamba2(raw) | FALCONS
+
+
 def of_mamba2(raw: dict[str, Any]) -> dict[str, Any]:
     """Translate names of fields and kinds of layers; derive the size of a head and the layers that have RoPE."""
     named = {names[0]: next((raw[x] for x in names if raw.get(x) is not None), None) for names in MAMBA2_NAMES}
@@ -59,7 +69,7 @@ def of_nemotron_h(raw: dict[str, Any]) -> dict[str, Any]:
     check_all("config.json", raw, NEMOTRON_H, CheckpointError)
     named = of_mamba2(raw)
     alone = {"linear_attention": "only_mamba", "full_attention": "only_attention"}
-    return named | {
+    return named | FALCONS | {
         "layer_types": [alone.get(kind, kind) for kind in named["layer_types"]],
         "hidden_act": raw.get("mlp_hidden_act") or raw["hidden_act"],
         "rms_norm_eps": raw.get("layer_norm_epsilon") or 1e-5,
@@ -74,4 +84,5 @@ def of_lfm2(raw: dict[str, Any]) -> dict[str, Any]:
         size, multiple = int(2 * size / 3), given["block_multiple_of"] or 256
         size = size if factor is None else -(-int(factor * size) // multiple) * multiple
     is_tied = raw.get("tie_word_embeddings") if given["tie_embedding"] is None else given["tie_embedding"]
-    return {"intermediate_size": size, "rms_norm_eps": given["norm_eps"] or 1e-5, "tie_word_embeddings": is_tied}
+    return {"intermediate_size": size, "rms_norm_eps": given["norm_eps"] or 1e-5, "tie_word_embeddings": is_tied,
+            "hidden_act": "silu"}  # fmt: skip

@@ -1,7 +1,5 @@
 """The MLP of Nemotron-H, without a gate: down(relu(up(x))^2)."""
 
-from typing import ClassVar
-
 import torch
 from torch import nn
 
@@ -14,8 +12,6 @@ from nanovllm.models.config import LayerConfig, ModelConfig
 
 class UngatedMLP(nn.Module):
     """An MLP without a gate; with a ``size`` it is a shared expert, which does not add the residual."""
-
-    packed_modules_mapping: ClassVar[dict] = {}
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, tp: TPGroup, name: str = "mlp", size: int = 0):
         super().__init__()
