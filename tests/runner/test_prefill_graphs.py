@@ -30,9 +30,10 @@ def sizes_of(max_num_batched_tokens=16_384, max_num_seqs=512, tensor_parallel_si
     """Qwen3-0.6B if nothing else is given."""
     model = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8,
              "head_dim": 128, "moe": None, "recurrent": None, **shape}  # fmt: skip
+    heads = SimpleNamespace(num_key_value_heads=model["num_key_value_heads"], head_dim=model["head_dim"])
     config = SimpleNamespace(
         max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs,
-        tensor_parallel_size=tensor_parallel_size, model_config=SimpleNamespace(**model),
+        tensor_parallel_size=tensor_parallel_size, model_config=SimpleNamespace(**model, attention_layers=[heads]),
     )  # fmt: skip
     return PrefillSizes.of(config, SimpleNamespace(captures_prefill=captures_prefill), has_peers, max_work)
 
