@@ -711,7 +711,8 @@ def test_options_that_contradict_the_checkpoint(published, make_llm, tmp_path):
     with pytest.raises(ConfigError, match=r"quantization='fp8', but the checkpoint's weights are integers .*\(awq\)"):
         make_llm(model=path, quantization="fp8")
     with refuses("the groups of its packed integers would be cut", ConfigError):
-        quantized_config(config_of("awq"), "LlamaForCausalLM").check_padded_heads(64)
+        config = quantized_config(config_of("awq"), "LlamaForCausalLM")
+        config.check_padded_heads(config.head_dim, 2 * config.head_dim)
     with pytest.raises(ConfigError, match=r"quantization='fp8', but the checkpoint's weights are 4-bit floats \("):
         make_llm(model=published("qwen3", "modelopt-fp4")[0], quantization="fp8")
     path = published("gpt-oss", "mxfp4")[0]

@@ -11,6 +11,7 @@ Histories hold what users can ask of the scheduler: several completions of a pro
 prompts, scores, stop strings, aborts at any moment, and an emptied prefix cache.
 """
 
+import gc
 import itertools
 import sys
 from collections import Counter
@@ -696,6 +697,7 @@ def test_interrupted_at_any_line(max_in_flight, kind):
     while True:
         harness = Harness(max_in_flight, True, 2, 9, 3, 12, 16, **options)
         previous, interrupt = sys.gettrace(), Interrupt(countdown)
+        gc.disable()  # the finalizers of other tests' engines would be interrupted
         try:
             sys.settrace(interrupt)
             play(harness, first)
@@ -709,6 +711,7 @@ def test_interrupted_at_any_line(max_in_flight, kind):
             harness.engine._added = Caller(detokenize=False)  # the interrupt may have struck before it was told
         finally:
             sys.settrace(previous)
+            gc.enable()
         harness.forget()
         play(harness, second)
         harness.run_to_end()

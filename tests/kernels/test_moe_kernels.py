@@ -20,7 +20,7 @@ from nanovllm.kernels.linear.reference import Weight, fused_linear, rms_norm
 from nanovllm.kernels.moe import dispatch, grouped_gemm, reference, shared_expert
 from nanovllm.kernels.moe.reference import Biases, Routing, Shared
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.models.config import LayerConfig, MoEConfig
+from nanovllm.models.config import LayerConfig, MoEConfig, Scales
 from nanovllm.models.families import Family
 from nanovllm.models.moe import SparseMoE
 from nanovllm.quantization.fp8.numbers import E4M3
@@ -679,7 +679,7 @@ def test_layer_with_a_shared_expert(num_tokens, shared_size, monkeypatch):
     config = SimpleNamespace(
         hidden_size=32, act="silu", moe=MoEConfig(8, 3, 12, shared_size=shared_size),
         family=Family(experts="softmax", has_shared_gate=True), precision=lambda *_: None,
-        mlp_bias=False, residual_scale=1.0, quant_method=None,
+        mlp_bias=False, residual_scale=1.0, scales=Scales(), quant_method=None,
     )  # fmt: skip
     context = SimpleNamespace(slot_mapping=slots(num_tokens))
     residual, partials = randn(num_tokens, 32), randn(2, num_tokens, 32)
