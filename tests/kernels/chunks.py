@@ -7,6 +7,13 @@ from nanovllm.kernels.recurrent.reference import CHUNK, Chunks
 from . import DEVICE
 
 PADDING = 7  # a row of the states
+# Off the grid of chunks, from the own row, from another, from none; with snapshots on the way and at the end. The first
+# chunks of the last two are shorter than a convolution of 4 tokens, so their second chunks see the ring, too.
+SEQUENCES = [
+    (70, 70, 0, 4), (0, 0, 1, -1), (64, 1, 2, 13), (5, 130, 3, -1), (1, 2, 5, 5), (192, 65, 6, 4), (0, 1, 8, -1),
+    (63, 66, 14, 14), (62, 3, 15, 4),
+]  # fmt: skip
+SAVED = {(0, 128): 9, (3, 64): 10, (3, 135): 11, (4, 3): 12, (7, 64): 16}
 
 
 def int32(values):

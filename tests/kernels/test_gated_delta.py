@@ -11,7 +11,7 @@ from nanovllm.kernels.gated_delta import decode, prefill, reference
 from nanovllm.kernels.gated_delta.reference import GatedDeltaStates, GatedDeltaWeights
 
 from . import DEVICE
-from .chunks import PADDING, int32, make_chunks
+from .chunks import PADDING, SAVED, SEQUENCES, int32, make_chunks
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}  # relative, of the root mean square
@@ -130,16 +130,7 @@ def test_prefill_of_a_sequence(num_tokens):
     ],
 )
 def test_prefill_of_several_sequences(dtype, state_dtype, heads, taps):
-    """Off the grid of chunks, from the own row, from another, from none; with snapshots on the way and at the end.
-
-    The first chunks of two sequences are shorter than the convolution, so their second chunks see the ring, too.
-    """
-    sequences = [
-        (70, 70, 0, 4), (0, 0, 1, -1), (64, 1, 2, 13), (5, 130, 3, -1), (1, 2, 5, 5), (192, 65, 6, 4), (0, 1, 8, -1),
-        (63, 66, 14, 14), (62, 3, 15, 4),
-    ]  # fmt: skip
-    saved = {(0, 128): 9, (3, 64): 10, (3, 135): 11, (4, 3): 12, (7, 64): 16}
-    check_prefill(make_layer(*heads, taps, dtype), sequences, saved, state_dtype)
+    check_prefill(make_layer(*heads, taps, dtype), SEQUENCES, SAVED, state_dtype)
 
 
 @pytest.mark.gpu

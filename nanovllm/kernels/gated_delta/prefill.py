@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from ..launch import has_large_shared_memory, launch, launch_options, num_sms, pdl_launch_dependents, pdl_wait
-from ..recurrent.conv import as_stored, conv_chunk, silu, store_inputs
+from ..recurrent.conv import conv_chunk, silu, store_states
 from ..recurrent.reference import CHUNK
 from .decode import gated_norm, inverse_length, log_decay, strides
 
@@ -142,27 +142,6 @@ def _prepare_kernel(
     tl.store(y_ptrs, U.to(DTYPE), mask=mask[:, None])
 
 
-@triton.jit
-def store_states(
-    state, delta_ptrs, u_ptr, ring_ptr, row, load_row, q_channels, v_channels, has_key_channels, start, end, position,
-    u_stride, ring_stride,
-    KEY_CHANNELS: tl.constexpr, CHANNELS: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """Store this program's part of the states after token ``end`` - 1 in ``row``."""
-    tl.store(delta_ptrs, as_stored(state, delta_ptrs.dtype.element_ty))
-    store_inputs(
-        u_ptr, ring_ptr, row, load_row, v_channels, start, end, position, u_stride, ring_stride, CHANNELS, W
-    )
-    if has_key_channels:
-        store_inputs(
-            u_ptr, ring_ptr, row, load_row, q_channels, start, end, position, u_stride, ring_stride, CHANNELS, W
-        )
-        store_inputs(
-            u_ptr, ring_ptr, row, load_row, KEY_CHANNELS + q_channels, start, end, position, u_stride, ring_stride,
-            CHANNELS, W,
-        )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["num_tokens"])
 def _scan_kernel(
     u_ptr,  # [T, 2 HK K + 2 HV V]
@@ -229,13 +208,13 @@ def _scan_kernel(
             if save_row >= 0:
                 delta_ptrs = delta_ptr + save_row * delta_stride + offs_v[None, :] * K + offs_k[:, None]
                 store_states(
-                    state, delta_ptrs, u_ptr, ring_ptr, save_row, load_row, q_channels, v_channels, has_key_channels,
+                    state, delta_ptrs, u_ptr, ring_ptr, save_row, load_row, v_channels, q_channels, has_key_channels,
                     start, end, position + (end - start).to(tl.int32), u_stride, ring_stride, HK * K, CHANNELS, W,
                 )  # fmt: skip
     if delta_ptr is not None:
         delta_ptrs = delta_ptr + row * delta_stride + offs_v[None, :] * K + offs_k[:, None]
         store_states(
-            state, delta_ptrs, u_ptr, ring_ptr, row, load_row, q_channels, v_channels, has_key_channels, start, stop,
+            state, delta_ptrs, u_ptr, ring_ptr, row, load_row, v_channels, q_channels, has_key_channels, start, stop,
             position + (stop - start).to(tl.int32), u_stride, ring_stride, HK * K, CHANNELS, W,
         )  # fmt: skip
 

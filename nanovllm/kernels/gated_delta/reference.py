@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ..recurrent.reference import as_stored
+
 L2_EPS = 1e-6
 
 
@@ -124,12 +126,6 @@ def initial_state(weights, states, load_row, before, u):
 def store_state(states, row, taps, positions, state):
     states.conv[row, positions % states.conv.shape[1]] = taps
     states.delta[row] = as_stored(state, states.delta.dtype)
-
-
-def as_stored(state, dtype):
-    """Convert with saturation."""
-    limit = torch.finfo(dtype).max
-    return state.clamp(-limit, limit).to(dtype)
 
 
 def after_conv(taps, ba, weights):

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..launch import has_large_shared_memory, launch, launch_options, num_sms, pdl_launch_dependents, pdl_wait
-from ..recurrent.conv import as_stored, conv_chunk, silu, store_inputs
+from ..recurrent.conv import conv_chunk, silu, store_states
 from ..recurrent.reference import CHUNK
 from .decode import load_or_zero, strides, time_step
 from .norm import gate_and_norm
@@ -72,26 +72,6 @@ def _conv_kernel(
         offs = heads.to(tl.int64) * num_tokens + first + offs_c
         tl.store(dt_ptr + offs, dt, is_step)
         tl.store(G_ptr + offs, tl.cumsum(tl.where(is_step, dt * A, 0.0), 0), is_step)
-
-
-@triton.jit
-def store_states(
-    state, state_ptrs, u_ptr, ring_ptr, row, load_row, x_channels, B_channels, has_group, start, end, position,
-    u_stride, ring_stride, G_CHANNELS: tl.constexpr, CHANNELS: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """Store this program's part of the states after token ``end`` - 1 in ``row``."""
-    tl.store(state_ptrs, as_stored(state, state_ptrs.dtype.element_ty))
-    store_inputs(
-        u_ptr, ring_ptr, row, load_row, x_channels, start, end, position, u_stride, ring_stride, CHANNELS, W
-    )
-    if has_group:
-        store_inputs(
-            u_ptr, ring_ptr, row, load_row, B_channels, start, end, position, u_stride, ring_stride, CHANNELS, W
-        )
-        store_inputs(
-            u_ptr, ring_ptr, row, load_row, B_channels + G_CHANNELS, start, end, position, u_stride, ring_stride,
-            CHANNELS, W,
-        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..recurrent.reference import Taps, conv_step
+from ..recurrent.reference import Taps, as_stored, conv_step
 
 
 class Mamba2Weights(NamedTuple):
@@ -131,12 +131,6 @@ def gate_and_norm(y, u, weights):
     if weights.norms_first:
         return (y * weights.norm.float() * z).to(dtype)
     return (y.to(dtype).float() * weights.norm.float()).to(dtype)
-
-
-def as_stored(state, dtype):
-    """Convert with saturation."""
-    limit = torch.finfo(dtype).max
-    return state.clamp(-limit, limit).to(dtype)
 
 
 def after_conv(convolved, u, weights):

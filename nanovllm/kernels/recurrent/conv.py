@@ -81,3 +81,27 @@ def store_inputs(
         else:
             x = tl.zeros(channels.shape, ring_ptr.dtype.element_ty)
         tl.store(ring_ptr + row * ring_stride + offs, x)
+
+
+@triton.jit
+def store_states(
+    state, state_ptrs, u_ptr, ring_ptr, row, load_row, own_channels, group_channels, has_group, start, end, position,
+    u_stride, ring_stride, GROUPS: tl.constexpr, CHANNELS: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Store this program's part of the states after token ``end`` - 1 in ``row``.
+
+    own_channels: the inputs of its head. group_channels: with ``has_group``, those of the first input that heads share;
+    the second lies GROUPS channels after it.
+    """
+    tl.store(state_ptrs, as_stored(state, state_ptrs.dtype.element_ty))
+    store_inputs(
+        u_ptr, ring_ptr, row, load_row, own_channels, start, end, position, u_stride, ring_stride, CHANNELS, W
+    )
+    if has_group:
+        store_inputs(
+            u_ptr, ring_ptr, row, load_row, group_channels, start, end, position, u_stride, ring_stride, CHANNELS, W
+        )
+        store_inputs(
+            u_ptr, ring_ptr, row, load_row, GROUPS + group_channels, start, end, position, u_stride, ring_stride,
+            CHANNELS, W,
+        )  # fmt: skip

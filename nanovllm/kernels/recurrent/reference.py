@@ -89,3 +89,9 @@ def conv_step(u, weight, ring, positions, rows):
     taps = ring[rows[:, None], before % W].float()
     ring[rows, positions % W] = u
     return (taps * weight[:, :-1].T.float()).sum(1).addcmul_(u.float(), weight[:, -1].float())
+
+
+def as_stored(state, dtype):
+    """Convert with saturation."""
+    limit = torch.finfo(dtype).max
+    return state.clamp(-limit, limit).to(dtype)
