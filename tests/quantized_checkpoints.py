@@ -55,7 +55,8 @@ MORE = {
 }
 LINEAR = re.compile(
     r"model\.layers\.\d+\.((self_attn|mlp(\.shared_experts?|\.experts\.\d+)?|experts\.\d+)\.\w+_proj"
-    r"|linear_attn\.(in_proj_qkv|in_proj_z|in_proj_qkvz|out_proj)|conv\.(in|out)_proj|feed_forward\.w[123])\.weight"
+    r"|linear_attn\.(in_proj_qkv|in_proj_z|in_proj_qkvz|out_proj)|(conv|mamba)\.(in|out)_proj|feed_forward\.w[123]"
+    r"|feed_forward\.\w+_proj|shared_mlp\.(in|out)put_linear|block_sparse_moe\.experts\.\d+\.\w+_proj)\.weight"
 )
 Q, K, V, O = (f"self_attn.{x}_proj" for x in "qkvo")
 GATE, UP, DOWN = (f"mlp.{x}_proj" for x in ("gate", "up", "down"))
