@@ -16,8 +16,9 @@ class UngatedMLP(nn.Module):
     def __init__(self, config: ModelConfig, layer: LayerConfig, tp: TPGroup, name: str = "mlp", size: int = 0):
         super().__init__()
         C, I = config.hidden_size, size or layer.intermediate_size
-        self.up_proj = ColumnParallelLinear(C, I, tp=tp)
-        self.down_proj = RowParallelLinear(I, C, tp=tp, scale=config.residual_scale)
+        kinds = [config.precision(layer, f"{name}.{part}") for part in ("up_proj", "down_proj")]
+        self.up_proj = ColumnParallelLinear(C, I, tp=tp, precision=kinds[0])
+        self.down_proj = RowParallelLinear(I, C, tp=tp, precision=kinds[1], scale=config.residual_scale)
 
     def hidden(self, x: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
         """x [T, C] -> relu(up(norm(x)))^2, [T, I]."""

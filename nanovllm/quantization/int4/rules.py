@@ -161,8 +161,8 @@ def packed_layers(reader: "Reader", quantization: dict[str, Any], family: "Famil
     own: dict[tuple[int, str], list[str]] = {}  # (layer, linear layer here) -> the checkpoint's modules
     for i, (name, parts) in product(range(num_layers), modules.items()):
         prefix = f"model.layers.{i}."
-        names = (each.removesuffix(".weight") for each in spellings(prefix + name, family.renamed))
-        wholes = [kinds[each] for each in names if each in kinds]
+        spelled = (each.removesuffix(".weight") for each in spellings(prefix + name, family.renamed))
+        wholes = [kinds[each] for each in spelled if each in kinds]
         if ".experts." in name and {"weight"} in wholes:
             continue  # one tensor of all experts is no Linear, which rules are about: it has 16 bits
         own[i, name] = [prefix + part for part in (parts if parts and not wholes else [name])]
