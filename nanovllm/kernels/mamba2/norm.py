@@ -15,8 +15,7 @@ def _gate_and_norm_kernel(
     norm_ptr,  # [G SIZE], or None
     mean_squares_ptr,  # fp32 [T, G], or None
     u_stride, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, NORMS_FIRST: tl.constexpr, IS_GATED: tl.constexpr, MEASURES: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, NORMS_FIRST: tl.constexpr, MEASURES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a group of a token. MEASURES: it only writes the mean of the squares, which ranks average."""
     pdl_launch_dependents(USE_PDL)
@@ -30,10 +29,9 @@ def _gate_and_norm_kernel(
         weight = tl.load(norm_ptr + channels, mask=mask, other=0.0).to(tl.float32)
     pdl_wait(USE_PDL)
     y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
-    if not IS_GATED:
-        gate = silu(tl.load(u_ptr + token * u_stride + channels, mask=mask, other=0.0).to(tl.float32))
-        if not NORMS_FIRST:
-            y *= gate
+    gate = silu(tl.load(u_ptr + token * u_stride + channels, mask=mask, other=0.0).to(tl.float32))
+    if not NORMS_FIRST:
+        y *= gate
     if MEASURES:
         tl.store(mean_squares_ptr + token * num_groups + group, tl.sum(y * y, 0) / SIZE)
     else:
@@ -50,10 +48,8 @@ def _gate_and_norm_kernel(
         tl.store(y_ptrs, y.to(DTYPE), mask=mask)
 
 
-def gate_and_norm(y, u, weights, is_gated=False):
-    """See reference.gate_and_norm. Overwrites y; ``is_gated``: it has been gated."""
-    if is_gated and weights.norm is None:
-        return y
+def gate_and_norm(y, u, weights):
+    """See reference.gate_and_norm. Overwrites y."""
     num_groups = weights.num_groups
     size = y.shape[1] // num_groups
     mean_squares = None
@@ -65,8 +61,7 @@ def gate_and_norm(y, u, weights, is_gated=False):
         launch(
             _gate_and_norm_kernel, (num_groups, len(y)),
             y, u, weights.norm, mean_squares, u.stride(0), weights.eps,
-            SIZE=size, BLOCK=triton.next_power_of_2(size), NORMS_FIRST=weights.norms_first,
-            IS_GATED=is_gated, MEASURES=measures,
+            SIZE=size, BLOCK=triton.next_power_of_2(size), NORMS_FIRST=weights.norms_first, MEASURES=measures,
             num_warps=max(1, min(8, triton.next_power_of_2(size) // 256)), **launch_options(y.device),
         )  # fmt: skip
         if measures:
