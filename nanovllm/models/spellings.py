@@ -36,7 +36,7 @@ FALCONS = dict.fromkeys((
 
 
 def of_granite_h(raw: dict[str, Any]) -> dict[str, Any]:
-    """The fields of Granite 4, whose class does not read those of Falcon-H1."""
+    """The fields of Granite 4; its class does not read the fields of Falcon-H1."""
     return of_mamba2(raw, *MAMBA_OR_ATTENTION) | FALCONS
 
 

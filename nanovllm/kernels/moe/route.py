@@ -220,7 +220,7 @@ def count_rows_kernel(
     BINS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """One program: how many of BLOCK rows each expert has."""
+    """One program: it counts the rows of each expert among BLOCK rows."""
     pdl_launch_dependents(USE_PDL)
     pdl_wait(USE_PDL)
     block = tl.program_id(0)
