@@ -159,10 +159,10 @@ def model_config(raw: dict[str, Any], files: Sequence[Path] = ()) -> ModelConfig
     rules |= recurrent.rules | {"layer_types": layer_types(*recurrent.mixers)} if recurrent else {}
     rules |= {"hidden_act": choice(UNGATED)} if family.ungated else {}
     given = check_all("config.json", raw, rules, CheckpointError)
-    if family.ungated and raw.get("quantization_config"):
-        raise CheckpointError("config.json: quantized weights are not supported for this architecture.")
     hidden, head_dim = given["hidden_size"], given["head_dim"] or given["hidden_size"] // given["num_attention_heads"]
     quant_method, fp8, weights = read_quantization(raw, family, files)
+    if family.ungated and quant_method and fp8 is None:
+        raise CheckpointError("config.json: quantized weights other than FP8 are not supported for this architecture.")
     layers = _layers(raw, given, family, weights)
     ropes = [rope for rope in dict.fromkeys(layer.rope for layer in layers) if rope]
     for rope, size in dict.fromkeys((layer.rope, layer.head_dim) for layer in layers):
