@@ -31,7 +31,7 @@ class PagedCache:
     """A poisoned KV cache that holds the given contexts in shuffled blocks, and the block tables that find them."""
 
     def __init__(self, contexts, num_kv_heads, head_size, block_size, dtype, seed=0, scale=None, device=DEVICE):
-        scale = scale or (0.25 if head_size <= 256 else 0.125)  # among larger scores fp32 itself errs by TOLERANCE
+        scale = scale or (0.25 if head_size <= 256 else 0.0625)  # among larger scores fp32 itself errs by TOLERANCE
         generator = torch.Generator().manual_seed(seed)
         self.generator, self.dtype, self.head_size, self.scale, self.device = generator, dtype, head_size, scale, device
         num_blocks = [-(-context // block_size) for context in contexts]
