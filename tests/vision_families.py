@@ -161,7 +161,7 @@ GEMMA4_TOWER = {
 }  # fmt: skip
 
 
-def gemma4():
+def gemma4_moe():
     """A mixture, as 26B-A4B."""
     from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 
@@ -197,7 +197,7 @@ GEMMA4_IDS = {
 }  # fmt: skip
 FAMILIES = {each.__name__: each for each in (
     qwen3_vl, qwen3_vl_moe, qwen2_5_vl, qwen3_5, qwen3_5_moe, qwen2_vl, gemma3, mistral3, lighton_ocr, glm_ocr, glm4v,
-    paddleocr_vl, gemma4, gemma4_e, gemma4_unified,
+    paddleocr_vl, gemma4_moe, gemma4_e, gemma4_unified,
 )}  # fmt: skip
 
 
@@ -231,7 +231,7 @@ def make_checkpoint(family: str, path, seed: int = 0):
     image_processing_pil_gemma4._SUPPORTED_SOFT_TOKENS = (9, 16)  # else an image has at least 60
     gemma4 = Gemma4ImageProcessorPil, {"patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 16}
     processor, options = {
-        **dict.fromkeys(("gemma4", "gemma4_e", "gemma4_unified"), gemma4),
+        **dict.fromkeys(("gemma4_moe", "gemma4_e", "gemma4_unified"), gemma4),
         "gemma3": (Gemma3ImageProcessorPil, {"size": {"height": 32, "width": 32}}),
         "mistral3": (PixtralImageProcessorPil, {"patch_size": 4, "size": {"longest_edge": 72}}),
         "lighton_ocr": (PixtralImageProcessorPil, {"patch_size": 4, "size": {"longest_edge": 72}}),
