@@ -288,7 +288,7 @@ def test_published_fields(architecture, fields, expected, tmp_path):
 # ---------------------------------------------------------------- new weights of the tower
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[name for name in FAMILIES if name != "gemma4_moe"])  # its tower is gemma4_e's
 def trained(request, shared):
     """Directory of a checkpoint; directory, transformers' model and answers of another one of the same shape."""
     path, _, old_tokens = shared(request.param)

@@ -178,7 +178,7 @@ def gemma4_e():
 
     text = {**GEMMA4, "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 200, "num_kv_shared_layers": 2,
             "use_double_wide_mlp": True, "pad_token_id": 3}  # fmt: skip
-    tower = {**GEMMA4_TOWER, "use_clipped_linears": True}
+    tower = {**GEMMA4_TOWER, "use_clipped_linears": True, "standardize": True}
     return Gemma4ForConditionalGeneration(Gemma4Config(text_config=text, vision_config=tower, **GEMMA4_IDS))
 
 

@@ -194,7 +194,7 @@ class VisionConfig(NamedTuple):
     @classmethod
     def _pooled(cls, family: TowerFamily, raw: dict[str, Any], vision: dict[str, Any],
                 text: dict[str, Any]) -> "VisionConfig":
-        """The settings of a family with ``places``."""
+        """Read the settings of a family with ``places``."""
         assert family.places
         field, default = family.places
         given = {"patch_size": 16, "pooling_kernel_size": 3, field: default, **vision}
