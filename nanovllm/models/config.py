@@ -220,7 +220,7 @@ class ModelConfig:
 
     def describe(self, runner: Any) -> str:
         """A clause of the line at start, about the model of a rank's runner."""
-        return " (text alone)" if self.family.unsupported else ""
+        return ""
 
     def prove(self, model: Any, block_size: int, captures: bool = False, rehearses: bool = False) -> None:
         """Compare a loaded model with its original. Rows need none: tests compare them with transformers."""
