@@ -65,6 +65,16 @@ def test_the_next_turn_of_a_chat(checkpoint, make_llm):
     assert output.num_cached_tokens == 192
 
 
+def test_a_hybrid_of_attention_alone_has_no_states(tmp_path, make_llm):
+    """Such as Granite 4 Micro: its prompts are cached block by block, and it takes drafts."""
+    families.make(tmp_path, "granite-mamba", layer_types=["attention"] * 2, num_hidden_layers=2)
+    llm = make_llm(model=str(tmp_path), speculative_config={"method": "ngram"}, **OPTIONS)
+    assert llm.config.model_config.recurrent is None and llm.config.speculates
+    for num_cached in (0, 192):
+        (output,) = llm.generate([IDS[:200]], greedy(4), use_tqdm=False)
+        assert output.num_cached_tokens == num_cached
+
+
 def test_prompt_logprobs(checkpoint, make_llm):
     path, model = checkpoint("qwen3.5")
     llm = make_llm(model=path, **OPTIONS)

@@ -460,7 +460,7 @@ PUBLISHED = {
     "granite-4.0-micro": ("GraniteMoeHybridForCausalLM", GRANITE_H | {"position_embedding_type": "rope",
         "rope_theta": 10000000, "layer_types": ["attention"] * 40, "shared_intermediate_size": 8192,
         "intermediate_size": 8192, "num_local_experts": 0, "num_experts_per_tok": 0},
-        GRANITE_DENSE_READ | {"ropes": (rope(1e7, 131072),) * 40}),
+        GRANITE_DENSE_READ | {"ropes": (rope(1e7, 131072),) * 40, "recurrent": None}),
     "Falcon-H1-0.5B": ("FalconH1ForCausalLM", shape(1024, 2048, 36, 8, 2, 32784, 16384, 1e-5, head_dim=64,
         attention_bias=False, attention_in_multiplier=1.0, attention_out_multiplier=0.9375, attn_layer_indices=None,
         embedding_multiplier=5.656854249492381, key_multiplier=0.390625, lm_head_multiplier=0.0390625,

@@ -478,3 +478,13 @@ def test_an_abridged_model_attends_as_the_whole_one(types, tmp_path):
     )
     assert len(abridged.calls) < len(whole.calls) == 8
     assert {call.window for call in abridged.calls} == {call.window for call in whole.calls}
+
+
+def test_fields_outside_of_text_config(tmp_path):
+    """Its class has defaults for them: fp32, and another token that ends an answer."""
+    text = {"model_type": "mistral", **SMALL}
+    outer = {"model_type": "llava", "dtype": "bfloat16", "eos_token_id": [7, 9], "image_token_id": 5}
+    config = {"architectures": ["LlavaForConditionalGeneration"], **outer, "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read = backend_config.read_config(str(tmp_path), "LlavaForConditionalGeneration")
+    assert (read.dtype, read.eos_token_ids) == ("bfloat16", (7, 9))

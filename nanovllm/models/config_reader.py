@@ -164,6 +164,7 @@ def model_config(raw: dict[str, Any], files: Sequence[Path] = ()) -> ModelConfig
     if family.ungated and quant_method and fp8 is None:
         raise CheckpointError("config.json: quantized weights other than FP8 are not supported for this architecture.")
     layers = _layers(raw, given, family, weights)
+    attention_alone = all(layer.mixer in ("", "attention") for layer in layers)  # Granite 4 Micro is dense
     ropes = [rope for rope in dict.fromkeys(layer.rope for layer in layers) if rope]
     for rope, size in dict.fromkeys((layer.rope, layer.head_dim) for layer in layers):
         if rope:
@@ -216,7 +217,7 @@ def model_config(raw: dict[str, Any], files: Sequence[Path] = ()) -> ModelConfig
         "num_labels": num_labels,
         "activation": LABEL_ACTIVATIONS.get(given["problem_type"], "softmax" if num_labels > 1 else "sigmoid"),
         "label_tokens": label_tokens,
-        "recurrent": recurrent.read(given) if recurrent else None,
+        "recurrent": recurrent.read(given) if recurrent and not attention_alone else None,
         "quant_method": quant_method,
         "fp8": fp8,
         "eos_token_ids": given["eos_token_id"],

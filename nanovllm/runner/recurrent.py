@@ -89,7 +89,8 @@ class RecurrentStates(Part):
         if not config.enable_prefix_caching or not bytes_per_row:  # all its layers may be attention
             self.num_rows = 0
         elif self.num_rows == -1:
-            self.num_rows = max(0, int(num_bytes * SNAPSHOT_SHARE) // bytes_per_row)
+            most = config.max_num_seqs * self._rank.max_blocks  # a snapshot needs its block
+            self.num_rows = min(most, max(0, int(num_bytes * SNAPSHOT_SHARE) // bytes_per_row))
         return self.num_rows * bytes_per_row
 
     def allocate(self, model: CausalLM, kv_cache: KVCache, num_slots: int) -> None:

@@ -111,7 +111,10 @@ def read_config(model_path: str, architecture: str) -> TransformersConfig | None
         read_schemes(quantization, Family(), [])  # raises an error for another format
     fp8 = fp8_rules.read_block(quantization) if quantization and rules_of(quantization) is fp8_rules else None
     heads, hidden = int(get("num_attention_heads", default=1)), int(get("hidden_size"))
-    kv_heads, eos = int(get("num_key_value_heads", default=heads)), get("eos_token_id", default=())
+    kv_heads = int(get("num_key_value_heads", default=heads))
+    # text_config has defaults of its class for what the file says outside
+    eos, dtype = (value if (value := getattr(config, name, None)) is not None else get(name, default=default)
+                  for name, default in (("eos_token_id", ()), ("dtype", "float32")))  # fmt: skip
     latent = (get("qk_nope_head_dim", default=0) + get("qk_rope_head_dim", default=0), get("v_head_dim", default=0))
     head_dim = max(get("head_dim", default=0) or hidden // heads, get("global_head_dim", default=0), *latent)
     positions = int(get("max_position_embeddings", "max_seq_len", default=0))
@@ -126,7 +129,7 @@ def read_config(model_path: str, architecture: str) -> TransformersConfig | None
         per_layer_size=0, logit_scale=1.0, layers=(layer,) * int(get("num_hidden_layers", default=1)), moe=None,
         has_lm_head=True, num_labels=0, activation="", label_tokens=(), recurrent=None, num_nextn_predict_layers=0,
         quant_method=quantization.get("quant_method"), fp8=fp8,
-        dtype=str(get("dtype", default="float32")).removeprefix("torch."),
+        dtype=str(dtype).removeprefix("torch."),
         eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos), architecture=architecture, model_path=model_path,
         has_tower=text is not config, quantization=quantization,
     )  # fmt: skip

@@ -118,6 +118,8 @@ UNSET = """served_model_name swap_space enable_chunked_prefill max_num_partial_p
 HINTS = {name: value for value, names in ((True, ON), (False, OFF), (None, UNSET)) for name in names.split()}
 FIRST = {name: values[0] for name, values in NEUTRAL.items()}
 DEFAULTS: dict[str, Any] = {**OWN, **PASSED, **dict.fromkeys(SPEC_NAMES), **FIRST, **HINTS}
+ROPE_FIELDS = ("rope_theta", "rope_scaling")  # older files have them in place of rope_parameters
+ROPE_KEPT = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")  # with another scaling
 # reasoning parsers that split at the marks that the tokenizer has tokens for, or else at <think> and </think>
 PARSERS = """deepseek_r1 deepseek_v3 ernie45 glm45 glm47 holo2 hunyuan_a13b hy_v3 mimo minimax_m2 mistral nemotron_v3
     olmo3 openai_gptoss qwen3 seed_oss step3 step3p5"""
@@ -321,8 +323,42 @@ def overlaid(path: str, keywords: dict[str, Any]) -> TemporaryDirectory | None:
         config = json.loads(Path(path, "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}/config.json cannot be read ({error}).") from None
-    Path(directory.name, "config.json").write_text(json.dumps({**config, **overrides}), encoding="utf-8")
+    Path(directory.name, "config.json").write_text(json.dumps(overridden(config, overrides)), encoding="utf-8")
     return directory
+
+
+def overridden(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """Fields of config.json with other values, each of them wherever the field is read.
+
+    That may be within ``text_config`` or, for RoPE, within ``rope_parameters``. Parts such as ``vision_config`` keep
+    their other fields.
+    """
+    config = dict(config)
+    for name, value in overrides.items():
+        text, rope = config.get("text_config"), config.get("rope_parameters")
+        if name.endswith("_config") and isinstance(value, dict) and isinstance(config.get(name), dict):
+            config[name] = overridden(config[name], value)
+            continue
+        if isinstance(text, dict) and name in ROPE_FIELDS and (text.get("rope_parameters") or not rope):
+            config["text_config"] = overridden(text, {name: value})
+            continue
+        if isinstance(text, dict) and (name in text or name not in config) and name not in ("model_type", *ROPE_FIELDS):
+            config["text_config"] = overridden(text, {name: value})
+        if name in ROPE_FIELDS and rope:
+            if any(isinstance(of_kind, dict) for of_kind in rope.values()):
+                raise ConfigError(
+                    f"LLM: {name}={value!r:.100}: RoPE differs between the layers of this model; give "
+                    f"hf_overrides={{'rope_parameters': ...}}, as in its config.json."
+                )
+            if name == "rope_theta":
+                config["rope_parameters"] = {**rope, "rope_theta": value}
+                continue
+            config.pop("rope_scaling", None)
+            kept = {field: rope[field] for field in ROPE_KEPT if field in rope}
+            config["rope_parameters"] = {**kept, **(value or {"rope_type": "default"})}
+        else:
+            config[name] = value
+    return config
 
 
 def claim_devices(size: int) -> None:

@@ -97,10 +97,9 @@ class Snapshots:
 
     def _take_row(self, *segments: OrderedDict[int, int]) -> int | None:
         """A free row, else that of the least recently used snapshot; None if this batch uses them all."""
-        row = next((row for row in reversed(self.free_rows) if row not in self.used), None)
-        if row is not None:
-            self.free_rows.remove(row)
-            return row
+        last = range(len(self.free_rows) - 1, -1, -1)
+        if (place := next((i for i in last if self.free_rows[i] not in self.used), None)) is not None:
+            return self.free_rows.pop(place)  # from the end: there may be 100,000 rows
         for segment in segments:
             for block_hash, row in segment.items():
                 if row not in self.used:

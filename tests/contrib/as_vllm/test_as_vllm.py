@@ -208,6 +208,38 @@ def test_engine_keywords_at_other_values_are_refused(name):
         options.check({name: "something else"})
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "expected"),
+    [
+        ({"a": 1, "rope_theta": 2.0}, {"a": 3, "rope_theta": 4.0}, {"a": 3, "rope_theta": 4.0}),
+        ({"a": 1, "text_config": {"a": 2, "b": 3}}, {"a": 4, "b": 5, "c": 6},
+         {"a": 4, "b": 5, "c": 6, "text_config": {"a": 4, "b": 5, "c": 6}}),
+        ({"a": 1, "text_config": {"b": 2}}, {"a": 3}, {"a": 3, "text_config": {"b": 2}}),
+        ({"vision_config": {"depth": 4, "size": 2}}, {"vision_config": {"depth": 5}},
+         {"vision_config": {"depth": 5, "size": 2}}),
+        ({"rope_parameters": {"rope_type": "llama3", "low": 1, "rope_theta": 2.0}}, {"rope_theta": 3.0},
+         {"rope_parameters": {"rope_type": "llama3", "low": 1, "rope_theta": 3.0}}),
+        ({"rope_parameters": {"rope_type": "llama3", "low": 1, "rope_theta": 2.0}}, {"rope_scaling": YARN},
+         {"rope_parameters": {"rope_theta": 2.0, **YARN}}),
+        ({"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 2.0, "mrope_section": [1]}}},
+         {"rope_scaling": YARN, "rope_theta": 4.0},
+         {"text_config": {"rope_parameters": {"rope_theta": 4.0, "mrope_section": [1], **YARN}}}),
+    ],
+)  # fmt: skip
+def test_config_overrides_go_where_they_are_read(config, overrides, expected):
+    given = json.dumps(config)
+    assert options.overridden(config, overrides) == expected and json.dumps(config) == given
+
+
+def test_one_rope_theta_for_layers_of_two_kinds_is_refused():
+    kinds = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+    with pytest.raises(ConfigError, match="RoPE differs between the layers"):
+        options.overridden({"rope_parameters": kinds}, {"rope_theta": 1.0})
+
+
 def test_the_dtype_of_recurrent_states():
     assert options.to_nanovllm({"mamba_ssm_cache_dtype": "float16"})["state_dtype"] == "float16"
     assert "state_dtype" not in options.to_nanovllm({"mamba_ssm_cache_dtype": "auto"})
