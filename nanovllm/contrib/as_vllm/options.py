@@ -344,6 +344,8 @@ def overridden(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, A
             continue
         if isinstance(text, dict) and (name in text or name not in config) and name not in ("model_type", *ROPE_FIELDS):
             config["text_config"] = overridden(text, {name: value})
+            if name not in config:
+                continue
         if name in ROPE_FIELDS and rope:
             if any(isinstance(of_kind, dict) for of_kind in rope.values()):
                 raise ConfigError(

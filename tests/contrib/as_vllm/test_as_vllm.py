@@ -216,7 +216,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
     [
         ({"a": 1, "rope_theta": 2.0}, {"a": 3, "rope_theta": 4.0}, {"a": 3, "rope_theta": 4.0}),
         ({"a": 1, "text_config": {"a": 2, "b": 3}}, {"a": 4, "b": 5, "c": 6},
-         {"a": 4, "b": 5, "c": 6, "text_config": {"a": 4, "b": 5, "c": 6}}),
+         {"a": 4, "text_config": {"a": 4, "b": 5, "c": 6}}),
         ({"a": 1, "text_config": {"b": 2}}, {"a": 3}, {"a": 3, "text_config": {"b": 2}}),
         ({"vision_config": {"depth": 4, "size": 2}}, {"vision_config": {"depth": 5}},
          {"vision_config": {"depth": 5, "size": 2}}),
