@@ -51,7 +51,7 @@ def moe(shared):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_preempted_and_several_completions(family, shared):
     path, twin = shared(family)
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     prompts = [given(*PROMPTS[i]) for i in (0, 2, 3, 4)]
     options = {"enable_prefix_caching": False, "max_model_len": 128}
     with engine(path, num_kvcache_blocks=9, **options) as llm:
