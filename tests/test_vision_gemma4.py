@@ -25,6 +25,7 @@ from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import load_model
 from nanovllm.models.vision import VisionConfig
 from nanovllm.models.vision_tower import VisionTower
+from nanovllm.runner.images import pixel_form
 
 pytestmark = needs("engine.images")
 FAMILIES = ("gemma4_moe", "gemma4_e")
@@ -280,6 +281,20 @@ def test_padded_mlps(shared):
     tower, padded = tower_of(path), tower_of(path, pads=True)
     assert len(padded.model.vision_tower.encoder["layers"][0].mlp.up_proj.linear.weight) == 64  # of 56
     torch.testing.assert_close(padded(pixels), tower(pixels))
+
+
+@torch.inference_mode()
+def test_pixels_are_shifted_before_they_are_rounded(shared):
+    """Rounded to 16 bits before, image prompts were half as far again from fp32 as transformers' own."""
+    path, _ = shared("gemma4_e")
+    pixels = ImageProcessor(path, {}, VisionConfig.read(path))(PAGE)
+    tower = tower_of(path).bfloat16()
+    tower.dtype = torch.bfloat16
+    with engine(path, dtype="bfloat16") as llm:
+        in_engine = pixel_form(llm.config)(pixels)
+    assert torch.equal(tower([in_engine]), tower([pixels]))
+    rounded = tower([pixels | {"table": pixels["table"].bfloat16().float()}])
+    assert not torch.equal(tower([pixels]), rounded)
 
 
 def tower_of(path, pads=False):
