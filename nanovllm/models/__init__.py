@@ -8,7 +8,7 @@
 from typing import Any
 
 from nanovllm.models.families import TOWER, Family
-from nanovllm.models.spellings import of_granite_h, of_lfm2, of_mamba2, of_nemotron_h
+from nanovllm.models.spellings import of_falcon_h1, of_granite_h, of_lfm2, of_nemotron_h
 
 QWEN: dict[str, Any] = {
     "windows": "late", "reads": ("sliding_window", "use_sliding_window"),
@@ -122,7 +122,7 @@ GRANITE_MAMBA2 = Family(
              (".shared_mlp.output_linear.", ".mlp.down_proj.")),
 )
 FALCON_H1 = Family(
-    recurrent="mamba2", spelled=of_mamba2,
+    recurrent="mamba2", spelled=of_falcon_h1,
     reads=("embedding_multiplier", "lm_head_multiplier", "key_multiplier", "attention_in_multiplier",
            "attention_out_multiplier", "mlp_multipliers", "position_embedding_type", "no_rope_layers"),
     defaults=EPS | {

@@ -114,6 +114,7 @@ class ModelConfig:
     dtype: str
     eos_token_ids: tuple[int, ...]
     scales: Scales = Scales()
+    num_positions: int = 0  # rows of the tables of RoPE
 
     model_class = "nanovllm.models.decoder.CausalLM"
 
@@ -150,13 +151,12 @@ class ModelConfig:
         return max(i for i, layer in enumerate(self.layers) if layer.mixer and not layer.shares_kv)
 
     def for_length(self, max_model_len: int) -> "ModelConfig":
-        """Adapt the layers to requests of at most ``max_model_len`` tokens."""
-        return replace(self, layers=tuple(layer.for_length(max_model_len) for layer in self.layers))
+        """Adapt the layers and the tables of RoPE to requests of at most ``max_model_len`` tokens."""
+        layers = tuple(layer.for_length(max_model_len) for layer in self.layers)
+        return replace(self, layers=layers, num_positions=max_model_len)
 
     def quantized(self) -> "ModelConfig":
         """With FP8 weights in the linear layers of attention, MLP and experts; as it is if the checkpoint has them."""
-        if self.family.ungated:
-            raise ConfigError("quantization='fp8' is not supported for Nemotron-H. Leave it out.")
         if self.family.gpt_oss_experts:
             raise ConfigError(
                 "quantization='fp8' is not supported for gpt-oss. Leave it out: its published experts are MXFP4, which "
@@ -169,7 +169,8 @@ class ModelConfig:
                 f"quantization='fp8', but the checkpoint's weights are {noun} ({self.quant_method}). "
                 "Leave it out, or take the 16-bit checkpoint."
             )
-        names = frozenset(linears(self.moe.num_experts if self.moe else 0, self.family.recurrent))
+        num_experts = self.moe.num_experts if self.moe else 0
+        names = frozenset(linears(num_experts, self.family.recurrent, self.family.ungated))
         layers = tuple(replace(layer, fp8_linears=names) for layer in self.layers)
         return self if self.quant_method else replace(self, layers=layers, fp8=0)
 

@@ -159,10 +159,10 @@ def model_config(raw: dict[str, Any], files: Sequence[Path] = ()) -> ModelConfig
     rules |= recurrent.rules | {"layer_types": layer_types(*recurrent.mixers)} if recurrent else {}
     rules |= {"hidden_act": choice(UNGATED)} if family.ungated else {}
     given = check_all("config.json", raw, rules, CheckpointError)
-    if family.ungated and raw.get("quantization_config"):
-        raise CheckpointError("config.json: quantized weights are not supported for this architecture.")
     hidden, head_dim = given["hidden_size"], given["head_dim"] or given["hidden_size"] // given["num_attention_heads"]
     quant_method, fp8, weights = read_quantization(raw, family, files)
+    if family.ungated and quant_method and fp8 is None:
+        raise CheckpointError("config.json: quantized weights other than FP8 are not supported for this architecture.")
     layers = _layers(raw, given, family, weights)
     ropes = [rope for rope in dict.fromkeys(layer.rope for layer in layers) if rope]
     for rope, size in dict.fromkeys((layer.rope, layer.head_dim) for layer in layers):
@@ -176,6 +176,7 @@ def model_config(raw: dict[str, Any], files: Sequence[Path] = ()) -> ModelConfig
     # Qwen's recipe for yarn adds rope_scaling to a config.json and leaves max_position_embeddings
     stretched = [int(rope.factor * rope.original_max_position) for rope in ropes if rope.kind == "yarn"]
     check("config.json", "factor * original_max_position_embeddings", max([1, *stretched]), SIZE, CheckpointError)
+    positions = max(given["max_position_embeddings"], *stretched, 0)
     bias = given["attention_bias"] or given["use_bias"]
     if bias and given["attention_in_multiplier"] != 1:  # the multiplier scales the input, not the bias
         raise CheckpointError("config.json: attention_bias=True is not supported with an attention_in_multiplier.")
@@ -190,7 +191,8 @@ def model_config(raw: dict[str, Any], files: Sequence[Path] = ()) -> ModelConfig
     num_labels = 0 if has_lm_head or name.endswith(BARE) else len(given["id2label"] or (0, 1))
     given |= {
         "family": family,
-        "max_position_embeddings": max(given["max_position_embeddings"], *stretched, 0),
+        "max_position_embeddings": positions,
+        "num_positions": positions,
         "qkv_bias": bias if qkv_bias is None else qkv_bias,
         "o_bias": bias if o_bias is None else o_bias,
         "mlp_bias": given["mlp_bias"] or given["use_bias"],

@@ -48,7 +48,7 @@ class VisionPart(Part):
         self.module = self.tower = tower
         self.shifts = torch.zeros(rank.config.max_num_seqs + 1, dtype=torch.int32, device=rank.device)
         self._shifts_on_host = np.zeros(rank.config.max_num_seqs + 1, np.int32)
-        self._first_row = rank.config.model_config.max_position_embeddings - rank.config.max_num_batched_tokens
+        self._first_row = rank.config.model_config.num_positions - rank.config.max_num_batched_tokens
         self._axes = torch.from_numpy(vision.axes()).to(rank.device) if vision.section else None
         self._features: torch.Tensor | None = None  # features of the images in the batch being launched
         self._blocks: list[Block] = []  # its images, whose tokens attend to each other both ways
@@ -62,8 +62,8 @@ class VisionPart(Part):
         if vision is None or vision.missing() or not vision.section:
             return config
         model, fitting = config.model_config, copy.copy(config)
-        size = model.max_position_embeddings + config.max_num_batched_tokens
-        vars(fitting)["model_config"] = replace(model, max_position_embeddings=size)  # bypasses the frozen __setattr__
+        size = model.num_positions + config.max_num_batched_tokens
+        vars(fitting)["model_config"] = replace(model, num_positions=size)  # bypasses the frozen __setattr__
         return fitting
 
     @classmethod
