@@ -18,8 +18,14 @@ from test_vision_families import GREEDY, PAGE, PROMPTS, TALL, WIDE, N, chunks_of
 from vision_families import END, IMAGE, START, Twin, image
 
 from nanovllm import SamplingParams
+from nanovllm.distributed.group import SINGLE_RANK
 from nanovllm.engine.images.processing import ImageProcessor
+from nanovllm.models.config_reader import read_model_config
+from nanovllm.models.decoder import CausalLM
+from nanovllm.models.loader import load_model
 from nanovllm.models.vision import VisionConfig
+from nanovllm.models.vision_tower import VisionTower
+from nanovllm.runner.images import pixel_form
 
 pytestmark = needs("engine.images")
 FAMILIES = ("gemma4_moe", "gemma4_e")
@@ -264,3 +270,37 @@ def edited(path, to, change):
     (to / "config.json").write_text(json.dumps(config))
     save_file(tensors, to / "model.safetensors")
     return str(to)
+
+
+@torch.inference_mode()
+def test_padded_mlps(shared):
+    """A GPU's products have more units than the checkpoint, and the same results, also with limits."""
+    path, _ = shared("gemma4_e")
+    vision = VisionConfig.read(path)
+    pixels = [ImageProcessor(path, {}, vision)(page) for page in (PAGE, TALL)]
+    tower, padded = tower_of(path), tower_of(path, pads=True)
+    assert len(padded.model.vision_tower.encoder["layers"][0].mlp.up_proj.linear.weight) == 64  # of 56
+    torch.testing.assert_close(padded(pixels), tower(pixels))
+
+
+@torch.inference_mode()
+def test_pixels_are_shifted_before_they_are_rounded(shared):
+    """Rounded to 16 bits before, image prompts were half as far again from fp32 as transformers' own."""
+    path, _ = shared("gemma4_e")
+    pixels = ImageProcessor(path, {}, VisionConfig.read(path))(PAGE)
+    tower = tower_of(path).bfloat16()
+    tower.dtype = torch.bfloat16
+    with engine(path, dtype="bfloat16") as llm:
+        in_engine = pixel_form(llm.config)(pixels)
+    assert torch.equal(tower([in_engine]), tower([pixels]))
+    rounded = tower([pixels | {"table": pixels["table"].bfloat16().float()}])
+    assert not torch.equal(tower([pixels]), rounded)
+
+
+def tower_of(path, pads=False):
+    """A tower with the weights of a checkpoint."""
+    tower = VisionTower(VisionConfig.read(path), path, torch.float32)
+    if pads:
+        tower.pad_mlps()
+    load_model(CausalLM(read_model_config(path), None, SINGLE_RANK), path, extra=[tower])
+    return tower

@@ -202,7 +202,7 @@ class VisionConfig(NamedTuple):
         rules = {name: rule for name, rule in POOLED_RULES.items() if name in given}
         sizes = check_all("config.json", given, rules, CheckpointError)
         merge, patch_size = sizes["pooling_kernel_size"], sizes["patch_size"]
-        max_side = sizes[field] * (merge if field == "mm_posemb_size" else 1)  # that table has places of tokens
+        max_side = sizes[field] * (merge if field == "mm_posemb_size" else 1)  # the table of 12B has places of tokens
         return cls(
             family, sizes["image_token_id"], merge, patch_size, 0, 0, 0, (),
             {"patch_size": patch_size, "pooling_kernel_size": merge},

@@ -132,12 +132,13 @@ class VisionTower(nn.Module):
         If an image has a ``table`` [3, 256], its pixels are 8-bit levels (see ``numbers_of``).
         """
         device, side = next(self.parameters()).device, self._side
+        dtype = getattr(self.model, "pixel_dtype", self.dtype)
         pixels = [image["pixel_values"].to(device, non_blocking=True) for image in images]
         for i, image in enumerate(images):
             if "table" in image:
-                table = image["table"].to(device, non_blocking=True)
+                table = image["table"].to(device, non_blocking=True).to(dtype)
                 pixels[i] = numbers_of(pixels[i], table, self._patch if len(self._patch) == 1 else pixels[i].shape[1:])
-        pixels = [x.to(getattr(self.model, "pixel_dtype", self.dtype)) for x in pixels]
+        pixels = [x.to(dtype) for x in pixels]
         if self.is_own:
             return self.model([image | {"pixel_values": x} for image, x in zip(images, pixels, strict=True)])
         if len(images) == 1 and pixels[0].shape == (1, 3, side, side):

@@ -223,14 +223,17 @@ class ShiftedInputs(DecodeInputs):
 
 
 def pixel_form(config: Config) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
-    """Pixels as the tower takes them: in its dtype; for a GPU in pinned memory, from which copies wait for nobody."""
+    """Pixels as the tower takes them: in its dtype; for a GPU in pinned memory, from which copies wait for nobody.
+
+    A table of numbers stays in fp32: Gemma 4's tower doubles them and subtracts 1, which would double their rounding.
+    """
     device = select_device(config.device, 0, config.tensor_parallel_size)
     dtype, pins = select_dtype(config.dtype, config.model_config.dtype, device), device.type == "cuda"
 
     def convert(pixels: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         converted = {}
         for name, x in pixels.items():
-            if x.is_floating_point():
+            if x.is_floating_point() and name != "table":
                 converted[name] = torch.empty(x.shape, dtype=dtype, pin_memory=pins).copy_(x)
             else:
                 converted[name] = torch.empty(x.shape, dtype=x.dtype, pin_memory=pins)
