@@ -271,6 +271,17 @@ def transpose_experts(tensors, config):
         tensors[name] = tensors[name].transpose(1, 2).contiguous()
 
 
+def merge_experts(tensors, config):
+    """As in Granite's files: a tensor of all experts' gates and ups, and one of all downs; likewise their scales."""
+    for merged, parts in (("input_linear", ("gate_proj", "up_proj")), ("output_linear", ("down_proj",))):
+        for name in [name for name in tensors if f".experts.0.{parts[0]}." in name]:
+            prefix, _, kind = name.partition(f".experts.0.{parts[0]}.")
+            tensors[f"{prefix}.{merged}.{kind}"] = torch.stack([
+                torch.cat([tensors.pop(f"{prefix}.experts.{expert}.{part}.{kind}") for part in parts])
+                for expert in range(config["num_local_experts"])
+            ])
+
+
 @torch.inference_mode()
 def hf_logits(model, ids):
     """After each token: fp32 [len(ids), V] on the CPU."""

@@ -55,7 +55,9 @@ MORE = {
 }
 LINEAR = re.compile(
     r"model\.layers\.\d+\.((self_attn|mlp(\.shared_experts?|\.experts\.\d+)?|experts\.\d+)\.\w+_proj"
-    r"|linear_attn\.(in_proj_qkv|in_proj_z|in_proj_qkvz|out_proj)|conv\.(in|out)_proj|feed_forward\.w[123])\.weight"
+    r"|linear_attn\.(in_proj_qkv|in_proj_z|in_proj_qkvz|out_proj)|(conv|mamba)\.(in|out)_proj|feed_forward\.w[123]"
+    r"|mixer\.(shared_experts\.|experts\.\d+\.)?\w+_proj|feed_forward\.\w+_proj|shared_mlp\.(in|out)put_linear"
+    r"|block_sparse_moe\.experts\.\d+\.\w+_proj)\.weight"
 )
 Q, K, V, O = (f"self_attn.{x}_proj" for x in "qkvo")
 GATE, UP, DOWN = (f"mlp.{x}_proj" for x in ("gate", "up", "down"))
@@ -377,7 +379,7 @@ def parts_of(model):
     for name, param in model.state_dict().items():
         prefix, _, merged = name.rpartition(".experts.")
         for expert, weight in enumerate(param if prefix else ()):
-            parts = ("gate_proj", "up_proj") if merged == "gate_up_proj" else ("down_proj",)
+            parts = ("gate_proj", "up_proj") if merged == "gate_up_proj" else (merged,)
             for part, tensor in zip(parts, weight.chunk(len(parts)), strict=True):
                 yield f"{prefix}.experts.{expert}.{part}.weight", tensor
         if not prefix:

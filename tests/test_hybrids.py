@@ -17,6 +17,7 @@ from families import check_greedy, error, hf_logits, logits_before, worst_choice
 from helpers import generate, generate_with_logits, greedy
 from safetensors.torch import load_file, save_file
 
+from nanovllm import kernels
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.models.config_reader import read_model_config
 
@@ -27,6 +28,9 @@ IDS = [RNG.randrange(2, 140) for _ in range(400)]
 PROMPTS = [IDS[:1], IDS[3:40], IDS[5:155], IDS[20:148], IDS[7:207]]
 NUM_DECODED = 12
 OPTIONS = {"max_model_len": 320, "kvcache_block_size": 64, "num_kvcache_blocks": 40, "num_state_snapshots": 8}
+NEMOTRON = dict(
+    hidden_size=160, intermediate_size=320, moe_intermediate_size=64, moe_shared_expert_intermediate_size=96,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +99,7 @@ def test_fp16_states(checkpoint, make_llm):
     assert 1e-6 < max(errors) < 1e-3
 
 
-@pytest.mark.parametrize("case", ["qwen3.5", "lfm2-moe", "granite-mamba-moe", "falcon-h1"])
+@pytest.mark.parametrize("case", ["qwen3.5", "lfm2-moe", "granite-mamba-moe", "falcon-h1", "nemotron-h"])
 def test_quantized(case, checkpoint, make_llm):
     """FP8 weights, and an FP8 KV cache for the attention layers: the tokens of a model with these weights."""
     path, model = checkpoint(case)
@@ -105,23 +109,36 @@ def test_quantized(case, checkpoint, make_llm):
     assert error(logits[0], want) < 0.1
 
 
-def test_nemotron_refuses_quantized_weights(checkpoint, make_llm, tmp_path):
-    path, _ = checkpoint("nemotron-h")
-    with pytest.raises(ConfigError, match="not supported for Nemotron-H"):
-        make_llm(model=path, quantization="fp8", **OPTIONS)
-    path = families.copied(path, tmp_path, quantization_config={"quant_method": "fp8"})
-    with pytest.raises(CheckpointError, match="quantized weights are not supported"):
-        read_model_config(path)
+@pytest.mark.parametrize("form", ["gptq", "modelopt-fp4"])
+def test_nemotron_refuses_weights_of_four_bits(form, tmp_path):
+    quantized_checkpoints.write(tmp_path, families.make(tmp_path, "nemotron-h", **NEMOTRON), form)
+    with pytest.raises(CheckpointError, match="quantized weights other than FP8 are not supported"):
+        read_model_config(tmp_path)
 
 
 @pytest.mark.parametrize(("case", "form"), [
     ("qwen3.5", "qwen"), ("qwen3.5", "channel"), ("qwen3.5-moe", "qwen"), ("lfm2", "qwen"), ("lfm2", "gptq"),
-    ("lfm2", "compressed-tensors"),
+    ("lfm2", "compressed-tensors"), ("falcon-h1", "qwen"), ("falcon-h1", "awq"),
+    ("granite-mamba", "compressed-tensors"), ("granite-mamba-moe", "channel"), ("granite-mamba-moe", "gptq"),
+    ("nemotron-h", "modelopt"), ("nemotron-h", "qwen"),
 ])  # fmt: skip
 def test_quantized_checkpoint(case, form, make_llm, tmp_path):
-    """Blocks of 128 rows lie across q, k and v, or both gates; b and a stay in 16 bits."""
-    model = families.make(tmp_path, case, hidden_size=192, intermediate_size=320)
-    quantized_checkpoints.write(tmp_path, model, form)
+    """Blocks of 128 rows lie across q, k and v, or both gates, or z and x; b and a stay in 16 bits.
+
+    Granite's experts are no linear modules, so programs for packed integers pass them over and do not list them.
+    """
+    sizes, options = {"hidden_size": 192, "intermediate_size": 320}, {}
+    if case.startswith("granite"):
+        sizes = {"hidden_size": 256, "intermediate_size": 64, "shared_intermediate_size": 128, "mamba_n_heads": 16}
+    if case == "nemotron-h":
+        sizes = NEMOTRON
+    model = families.make(tmp_path, case, **sizes)
+    if case == "granite-mamba-moe":
+        options["change"] = families.merge_experts
+        if form == "gptq":
+            names = [name.removesuffix(".weight") for name, _ in quantized_checkpoints.parts_of(model)]
+            options["skipped"] = [name for name in names if ".experts." in name]
+    quantized_checkpoints.write(tmp_path, model, form, **options)
     want = hf_logits(model, PROMPTS[2])[-1]
     for size in (1, 2):
         llm = make_llm(model=str(tmp_path), tensor_parallel_size=size, **OPTIONS)
@@ -180,6 +197,14 @@ def test_a_model_without_attention_is_refused(case, fields, checkpoint, tmp_path
 def test_ranks_divide_the_key_heads(checkpoint, make_llm):
     with pytest.raises(ConfigError, match="must divide"):
         make_llm(model=checkpoint("qwen3.5")[0], tensor_parallel_size=4, **OPTIONS)
+
+
+def test_heads_that_no_kernel_takes_are_refused_by_name(checkpoint, make_llm, monkeypatch):
+    """As Nemotron-Nano-9B-v2's of 80 channels on a GPU."""
+    path, _ = checkpoint("falcon-h1")
+    monkeypatch.setattr(kernels.select("cpu", "mamba2"), "takes_heads", lambda head_dim, state_dim: False)
+    with pytest.raises(ConfigError, match="heads of 32 with states of 64; the GPU's kernels take powers of two"):
+        make_llm(model=path, **OPTIONS)
 
 
 @pytest.mark.gpu

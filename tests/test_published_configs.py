@@ -649,6 +649,19 @@ def test_fields_that_other_hybrids_ignore():
         model_config({**raw, "hidden_act": "gelu_pytorch_tanh"})
 
 
+@pytest.mark.parametrize(("name", "kind", "allowed"), [
+    ("granite-4.0-h-tiny", "moe", "'mamba' or 'attention' or 'linear_attention' or 'full_attention'"),
+    ("granite-4.0-h-1b", "hybrid", "'mamba' or 'attention' or 'linear_attention' or 'full_attention'"),
+    ("Falcon-H1-0.5B", "only_mamba", "'hybrid'"),
+    ("Nemotron-3-Nano-30B-A3B", "only_attention",
+     "'mamba' or 'attention' or 'linear_attention' or 'full_attention' or 'moe' or 'mlp'"),
+])  # fmt: skip
+def test_kinds_of_layers_are_those_of_the_architecture(name, kind, allowed):
+    """The library's own names, and kinds of other architectures with the same mixer, were taken as well."""
+    with pytest.raises(CheckpointError, match=rf"layer_types=\['attention', '{kind}'\] must be a list of {allowed}"):
+        read(name, layer_types=["attention", kind], layers_block_type=None)
+
+
 @pytest.mark.parametrize(("fields", "message"), [
     ({"per_layer_config": {"full_attention": {"head_dim": 64}}}, "has 'full_attention', which is no layer"),
     ({"per_layer_config": {"35": {"head_dim": 64}}}, "has '35', which is no layer"),

@@ -50,18 +50,19 @@ class ReplicatedLinear(nn.Module):
         return Weight(self.weight, self.weight_scale, self.block_n, self.packed, *self.zero_order_factor)
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None, act: str | None = None,
-                residual: torch.Tensor | None = None, reader: "ReplicatedLinear | None" = None) -> torch.Tensor:
+                residual: torch.Tensor | None = None, reader: "ReplicatedLinear | None" = None,
+                allow_split_k: bool = True) -> torch.Tensor:
         """x [T, input_size] -> residual + act(norm(x) W^T + b), [T, output_size].
 
         With ``act``, "silu" or "gelu_tanh", W has gate and up, and act(gate) * up is half as wide. ``reader``, the only
         layer that reads the result, may get e4m3 Tokens. With ``residual``, which rank 0 adds, the result may be
-        ``SplitKPartials``: the next RMSNorm adds them up, and then they serve as the next ``residual``.
+        ``SplitKPartials``, if allowed: the next RMSNorm adds them up, and then they serve as the next ``residual``.
         """
         residual = residual if self.tp.rank == 0 else None
         norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        is_alone = self.tp.size == 1  # an all-reduce needs the reduced sum
+        allow_split_k = allow_split_k and self.tp.size == 1  # an all-reduce needs the reduced sum
         weight, to_read = self.as_weight(), None if reader is None else reader.as_weight()
-        return self.ops.fused_linear(x, weight, self.bias, norm_weight, eps, residual, act, is_alone, to_read)
+        return self.ops.fused_linear(x, weight, self.bias, norm_weight, eps, residual, act, allow_split_k, to_read)
 
 
 class ColumnParallelLinear(ReplicatedLinear):

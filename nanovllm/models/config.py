@@ -157,8 +157,6 @@ class ModelConfig:
 
     def quantized(self) -> "ModelConfig":
         """With FP8 weights in the linear layers of attention, MLP and experts; as it is if the checkpoint has them."""
-        if self.family.ungated:
-            raise ConfigError("quantization='fp8' is not supported for Nemotron-H. Leave it out.")
         if self.family.gpt_oss_experts:
             raise ConfigError(
                 "quantization='fp8' is not supported for gpt-oss. Leave it out: its published experts are MXFP4, which "
@@ -171,7 +169,8 @@ class ModelConfig:
                 f"quantization='fp8', but the checkpoint's weights are {noun} ({self.quant_method}). "
                 "Leave it out, or take the 16-bit checkpoint."
             )
-        names = frozenset(linears(self.moe.num_experts if self.moe else 0, self.family.recurrent))
+        num_experts = self.moe.num_experts if self.moe else 0
+        names = frozenset(linears(num_experts, self.family.recurrent, self.family.ungated))
         layers = tuple(replace(layer, fp8_linears=names) for layer in self.layers)
         return self if self.quant_method else replace(self, layers=layers, fp8=0)
 
@@ -221,7 +220,7 @@ class ModelConfig:
 
     def describe(self, runner: Any) -> str:
         """A clause of the line at start, about the model of a rank's runner."""
-        return " (text alone)" if self.family.unsupported else ""
+        return ""
 
     def prove(self, model: Any, block_size: int, captures: bool = False, rehearses: bool = False) -> None:
         """Compare a loaded model with its original. Rows need none: tests compare them with transformers."""

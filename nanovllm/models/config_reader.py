@@ -82,7 +82,7 @@ RULES = by_field(
     ("num_nextn_predict_layers", MTP_LAYERS),
     ("tie_word_embeddings attention_bias mlp_bias use_bias use_qk_norm", FLAG),
     ("attention_k_eq_v use_double_wide_mlp", FLAG),
-    ("use_bidirectional_attention", supported(None, False, "vision")),  # "vision" concerns images alone
+    ("use_bidirectional_attention", supported(None, False, "vision")),  # for images (``vision.py``)
     ("attention_out_bias qkv_bias use_sliding_window", optional(BOOLEAN)),
     ("dtype", supported(*DTYPES)),
     ("eos_token_id", TOKEN_IDS),
@@ -159,10 +159,10 @@ def model_config(raw: dict[str, Any], files: Sequence[Path] = ()) -> ModelConfig
     rules |= recurrent.rules | {"layer_types": layer_types(*recurrent.mixers)} if recurrent else {}
     rules |= {"hidden_act": choice(UNGATED)} if family.ungated else {}
     given = check_all("config.json", raw, rules, CheckpointError)
-    if family.ungated and raw.get("quantization_config"):
-        raise CheckpointError("config.json: quantized weights are not supported for this architecture.")
     hidden, head_dim = given["hidden_size"], given["head_dim"] or given["hidden_size"] // given["num_attention_heads"]
     quant_method, fp8, weights = read_quantization(raw, family, files)
+    if family.ungated and quant_method and fp8 is None:
+        raise CheckpointError("config.json: quantized weights other than FP8 are not supported for this architecture.")
     layers = _layers(raw, given, family, weights)
     ropes = [rope for rope in dict.fromkeys(layer.rope for layer in layers) if rope]
     for rope, size in dict.fromkeys((layer.rope, layer.head_dim) for layer in layers):
@@ -300,7 +300,7 @@ def _layers(raw: dict[str, Any], given: dict[str, Any], family: Family,
             layers.append(LayerConfig(mixer, **own))
             continue
         is_same = given["attention_k_eq_v"] and kind == "full_attention"
-        of_group = {"kind": kind, "shares_kv": shares} if num_shared else {}
+        of_group = {"kind": kind, "shares_kv": shares} if num_shared or given["use_bidirectional_attention"] else {}
         layers.append(LayerConfig(mixer, window, rope, **heads, keys_are_values=is_same, **of_group, **own))
     return tuple(layers)
 

@@ -94,7 +94,7 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Gated: down(act(gate(x)) * up(x)). A shared expert has a ``size`` and no bias, and leaves the residual out."""
+    """Gated: down(act(gate(x)) * up(x)). A shared expert has a ``size`` and no bias; its owner adds it up."""
 
     packed_modules_mapping: ClassVar = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
 
@@ -107,12 +107,15 @@ class MLP(nn.Module):
         self.gate_up_proj = MergedColumnParallelLinear(C, shards, bias, tp, kinds[0])
         self.act = config.act
         self.down_proj = RowParallelLinear(I, C, bias, tp, kinds[1], config.residual_scale * config.scales.mlp)
-        self.adds_residual = not (size or config.family.post_norm)
+        self.adds_residual = not config.family.post_norm
+
+    def hidden(self, x: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
+        """x [T, C] -> act(gate(x)) * up(x) of norm(x), [T, I], for ``down_proj``."""
+        return self.gate_up_proj(x, norm=norm, act=self.act, reader=self.down_proj)
 
     def forward(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
         """residual [T, C] -> this rank's partial sum of [residual +] mlp(norm(residual)), [T, C]."""
-        gated = self.gate_up_proj(residual, norm=norm, act=self.act, reader=self.down_proj)
-        return self.down_proj(gated, residual=residual if self.adds_residual else None)
+        return self.down_proj(self.hidden(residual, norm), residual=residual if self.adds_residual else None)
 
 
 class DecoderLayer(nn.Module):

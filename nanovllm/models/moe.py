@@ -163,14 +163,23 @@ class SparseMoE(nn.Module):
         slot_mapping = context.slot_mapping
         if len(residual) < len(slot_mapping):  # the last layer of a prefill
             slot_mapping = slot_mapping[context.logits_indices]
-        base, is_first = None, self.tp.rank == 0
+        x, base, is_first = residual, None, self.tp.rank == 0
+        norm_weight: torch.Tensor | None = norm.weight
         merged = self.shared_to_merge(len(residual))
         if self.shared_expert is not None and merged is None:
-            shared = self.shared_expert(residual, norm, context)
+            shared, gate = self.shared_expert, self.shared_gate()
+            if gate is None or len(residual) > 1:  # one norm for the shared expert and the others
+                x, norm_weight = norm(residual), None
+                hidden = shared.hidden(x, None)
+            else:
+                hidden = shared.hidden(residual, norm)
+                x = residual[:]
             residual = residual[:]  # the norm has reduced SplitKPartials, if it was one, into this tensor
-            base = self.ops.add_shared_expert(shared, residual, norm.weight, norm.eps, self.shared_gate(), is_first)
+            base = shared.down_proj(hidden, residual=residual if gate is None else None, allow_split_k=False)
+            if gate is not None:
+                base = self.ops.add_shared_expert(base, residual, norm.weight, norm.eps, gate, is_first)
         return self.ops.fused_moe(
-            residual, norm.weight, norm.eps, self.gate.weight, self.gate.e_score_correction_bias,
+            x, norm_weight, norm.eps, self.gate.weight, self.gate.e_score_correction_bias,
             *self.experts.weights(), self.routing, slot_mapping, self.act,
             add_residual=is_first or base is not None, allow_split_k=self.tp.size == 1, base=base, biases=self.biases(),
             limit=self.limit, shared=merged,

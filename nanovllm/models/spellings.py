@@ -22,10 +22,10 @@ MAMBA2_NAMES = (
 MAMBA2 = by_field(
     ("mamba_n_heads hidden_size num_hidden_layers", optional(SIZE)), ("mamba_d_ssm mamba_expand", optional(SIZE)),
     ("position_embedding_type", choice(None, "nope", "rope")),
-    ("layer_types", list_of(Rule("", lambda x: isinstance(x, str)), "a list of kinds of layers")),
     ("hybrid_override_pattern", Rule("letters M, E, * and -", lambda x: x is None or set(x) <= {*"ME*-"})),
 )
 OLD_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}  # in files older than transformers 5
+MAMBA_OR_ATTENTION = (*OLD_TYPES, *OLD_TYPES.values())
 LETTERS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
 
 
@@ -36,14 +36,20 @@ FALCONS = dict.fromkeys((
 
 
 def of_granite_h(raw: dict[str, Any]) -> dict[str, Any]:
-    """The fields of Granite 4, whose class does not read those of Falcon-H1."""
-    return of_mamba2(raw) | FALCONS
+    """The fields of Granite 4; its class does not read the fields of Falcon-H1."""
+    return of_mamba2(raw, *MAMBA_OR_ATTENTION) | FALCONS
 
 
-def of_mamba2(raw: dict[str, Any]) -> dict[str, Any]:
+def of_falcon_h1(raw: dict[str, Any]) -> dict[str, Any]:
+    return of_mamba2(raw, "hybrid")
+
+
+def of_mamba2(raw: dict[str, Any], *kinds_in_files: str) -> dict[str, Any]:
     """Translate names of fields and kinds of layers; derive the size of a head and the layers that have RoPE."""
     named = {names[0]: next((raw[x] for x in names if raw.get(x) is not None), None) for names in MAMBA2_NAMES}
-    given = check_all("config.json", raw | named, MAMBA2, CheckpointError)
+    kind = choice(*kinds_in_files)
+    rules = MAMBA2 | {"layer_types": list_of(kind, f"a list of {kind.allowed} (others are not supported)")}
+    given = check_all("config.json", raw | named, rules, CheckpointError)
     kinds = given["layer_types"] or [LETTERS[letter] for letter in given["hybrid_override_pattern"] or ""]
     num_layers = len(kinds) or given["num_hidden_layers"] or 0
     width = given["mamba_d_ssm"] or (given["mamba_expand"] or 2) * (given["hidden_size"] or 0)
@@ -68,7 +74,7 @@ NEMOTRON_H = by_field(
 def of_nemotron_h(raw: dict[str, Any]) -> dict[str, Any]:
     """The fields of Nemotron-H, whose layers have a mixer or an MLP, not both."""
     check_all("config.json", raw, NEMOTRON_H, CheckpointError)
-    named = of_mamba2(raw)
+    named = of_mamba2(raw, *MAMBA_OR_ATTENTION, "moe", "mlp")
     alone = {"linear_attention": "only_mamba", "full_attention": "only_attention"}
     return named | FALCONS | {
         "layer_types": [alone.get(kind, kind) for kind in named["layer_types"]],

@@ -11,16 +11,20 @@ from nanovllm.models.config import LayerConfig, ModelConfig
 
 
 class UngatedMLP(nn.Module):
-    """An MLP without a gate; with a ``size`` it is a shared expert, which does not add the residual."""
+    """An MLP without a gate; with a ``size`` it is a shared expert."""
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, tp: TPGroup, name: str = "mlp", size: int = 0):
         super().__init__()
         C, I = config.hidden_size, size or layer.intermediate_size
-        self.up_proj = ColumnParallelLinear(C, I, tp=tp)
-        self.down_proj = RowParallelLinear(I, C, tp=tp, scale=config.residual_scale)
-        self.adds_residual = not size
+        kinds = [config.precision(layer, f"{name}.{part}") for part in ("up_proj", "down_proj")]
+        self.up_proj = ColumnParallelLinear(C, I, tp=tp, precision=kinds[0])
+        self.down_proj = RowParallelLinear(I, C, tp=tp, precision=kinds[1], scale=config.residual_scale)
+
+    def hidden(self, x: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
+        """x [T, C] -> relu(up(norm(x)))^2, [T, I]."""
+        h = self.up_proj(x, norm).relu_()
+        return h.mul_(h)
 
     def forward(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
-        """residual [T, C] -> this rank's partial sum of [residual +] mlp(norm(residual)), [T, C]."""
-        h = self.up_proj(residual, norm).relu_()
-        return self.down_proj(h.mul_(h), residual=residual if self.adds_residual else None)
+        """residual [T, C] -> this rank's partial sum of residual + mlp(norm(residual)), [T, C]."""
+        return self.down_proj(self.hidden(residual, norm), residual=residual)

@@ -40,20 +40,22 @@ MIXER_LINEARS: dict[str, dict[str, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-def linears(num_experts: int, recurrent: str = "") -> dict[str, tuple[str, ...]]:
+def linears(num_experts: int, recurrent: str = "", ungated: bool = False) -> dict[str, tuple[str, ...]]:
     """Linear layers of a decoder layer -> the modules that checkpoints may hold instead.
 
     A model with experts (0: dense) has the layers of both MLPs and experts; likewise with recurrent layers.
+    ``ungated``: MLPs and experts have no gate.
     """
     names: dict[str, tuple[str, ...]] = {
         "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.o_proj": (),
     }  # fmt: skip
     names |= MIXER_LINEARS.get(recurrent, {})
     for mlp in ("mlp", "mlp.shared_expert") if num_experts else ("mlp",):
-        names |= {f"{mlp}.gate_up_proj": (f"{mlp}.gate_proj", f"{mlp}.up_proj"), f"{mlp}.down_proj": ()}
+        gated = {f"{mlp}.gate_up_proj": (f"{mlp}.gate_proj", f"{mlp}.up_proj")}
+        names |= {**({f"{mlp}.up_proj": ()} if ungated else gated), f"{mlp}.down_proj": ()}
     for merged, parts in EXPERT_PARTS.items() if num_experts else ():
         names[f"mlp.experts.{merged}"] = tuple(
-            f"mlp.experts.{expert}.{part}" for expert in range(num_experts) for part in parts
+            f"mlp.experts.{expert}.{part}" for expert in range(num_experts) for part in parts[-1 if ungated else 0 :]
         )
     return names
 

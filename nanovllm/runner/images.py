@@ -92,9 +92,9 @@ class VisionPart(Part):
                 arrays["shifted_rows"], arrays["shifts"] = rows[changed], values[changed]
         if ImagePart in batch.messages:
             is_image = batch.token_ids < 0
-            arrays["input_ids"] = np.where(is_image, np.int32(self._vision.image_token_id), batch.token_ids)
+            arrays["input_ids"] = np.where(is_image, np.int32(self._vision.fed_token_id), batch.token_ids)
             arrays["image_rows"] = np.flatnonzero(is_image).astype(np.int32)
-            if self._vision.num_whole:
+            if self._vision.both_ways:
                 self._blocks = blocks_of(batch, arrays["image_rows"], arrays["positions"])
             if self._vision.section:
                 self._prepare_positions(batch, is_image, arrays)
@@ -150,7 +150,8 @@ class VisionPart(Part):
             context = replace(context, rope_rows=tensors["rope_rows"])
         if self._features is None:  # this chunk is all text
             return model(input_ids, context)
-        with replaced(model, tensors["image_rows"].long(), self._features), attending_both_ways(model, self._blocks):
+        rows, kinds = tensors["image_rows"].long(), self._vision.both_ways
+        with replaced(model, rows, self._features), attending_both_ways(model, self._blocks, kinds):
             return model(input_ids, context)
 
     def _write_rope_rows(self, model: CausalLM, positions: torch.Tensor) -> None:

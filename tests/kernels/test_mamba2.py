@@ -80,6 +80,10 @@ def test_decode(dtype, state_dtype, heads, options):
         assert_states_close(states, twin_states, max(dtype, state_dtype, key=TOLERANCE.get))
 
 
+def test_heads_that_the_kernels_take():
+    assert decode.takes_heads(64, 128) and not decode.takes_heads(80, 128) and not decode.takes_heads(64, 16)
+
+
 def test_states_in_fp16_are_saturated():
     weights = make_layer()._replace(A_log=torch.full((2,), -20.0, device=DEVICE))  # no decay
     states = make_states(weights, torch.float16)

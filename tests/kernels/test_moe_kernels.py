@@ -224,6 +224,20 @@ class Problem:
         assert_close(got, expected)
 
 
+@pytest.mark.parametrize(("num_tokens", "top_k", "num_experts"), [
+    (1, 1, 3), (40, 2, 5), (700, 4, 64), (2100, 4, 5), (3000, 4, 130), (8200, 1, 3),
+])  # fmt: skip
+def test_group_rows(num_tokens, top_k, num_experts):
+    """Each expert's rows in order, some of them padding; few by a search, more than 8,192 by counts."""
+    ids = torch.rand(num_tokens, num_experts, device=DEVICE).topk(top_k, 1).indices.int()
+    ids[5::7] = -1
+    rows, counts = dispatch.group_rows(ids, num_experts)
+    for expert in range(num_experts):
+        expected = (ids.flatten() == expert).nonzero().flatten().int()
+        assert counts[expert] == len(expected)
+        assert torch.equal(rows[expert, : len(expected)], expected)
+
+
 @pytest.mark.parametrize(
     "num_tokens, dtype", [(0, HALF), (1, HALF), (2, torch.float32), (5, HALF), (33, torch.float32)]
 )
@@ -279,6 +293,11 @@ def test_experts_without_a_gate(num_tokens, dtype, sizes):
     problem = Problem(num_tokens, *sizes, Routing(3, "sigmoid"), dtype, [num_tokens // 2] if num_tokens > 1 else [])
     problem.weights[0] = Weight(problem.gate_up[:, : sizes[2]].contiguous())
     problem.check(act="relu2")
+    got = problem.run(dispatch.fused_moe, act="relu2", allow_split_k=True)
+    if num_tokens > 1:
+        assert_close(whole(got)[problem.slots >= 0], problem.run(reference.fused_moe, act="relu2")[problem.slots >= 0])
+    else:
+        assert isinstance(got, torch.Tensor)  # the next product of one token takes nothing else
 
 
 @pytest.mark.parametrize("C, E, I", [(48, 6, 40), (72, 20, 24), (96, 5, 17)])

@@ -180,7 +180,7 @@ def prefill(u, weights, states, positions, chunks):
     ring, state = states or (None, None)
     u_stride, ring_stride, state_stride = strides(u, weights, states)
     options = launch_options(device)
-    block = gcd(channels, 128)
+    block = gcd(channels, 64)  # 110 us for 16,384 tokens of 3,328 channels on an H200; with 128 channels 150
     launch(
         _conv_kernel, (channels // block + 1, len(chunks.seqs)),
         u, weights.conv, weights.conv_bias, weights.A_log, weights.dt_bias, ring, positions, chunks.cu_seqlens,

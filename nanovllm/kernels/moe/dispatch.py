@@ -36,7 +36,7 @@ MAX_TOKENS_FP32 = 256  # keep the experts' results in fp32 up to here; beyond, t
 def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_up, down, routing, slot_mapping,
               act="silu", add_residual=True, allow_split_k=False, base=None, biases=None, limit=0.0,
               shared=None, router_norm_weight=None, expert_scales=None):  # fmt: skip
-    """See reference.fused_moe. May overwrite `residual`, or return SplitKPartials of it with `allow_split_k`.
+    """See reference.fused_moe. May overwrite `residual`, or, with `allow_split_k`, return SplitKPartials of it.
 
     Rows of padding (slot -1) of the result are undefined.
     """
@@ -94,7 +94,7 @@ def chosen_experts(x, gate_up, down, ids, weights, act="silu", norm_weight=None,
     kinds = h.scale is not None, down.is_mxfp4, has_large, down.has_words
     config = grouped_config(len(h.data), num_experts, False, *kinds)
     grouped_gemm(config, h, down, rows, counts, parts, top_k, weights=weights, bias=of_down)
-    if base is not None and allow_split_k:
+    if base is not None and allow_split_k and num_tokens > 1:  # products of one token take a plain residual
         return SplitKPartials(base, parts)
     return sum_rows(parts, base, x.dtype)
 

@@ -293,7 +293,7 @@ def grouped_config(
         return GroupedConfig(32, 64, 128, 4, 5 if gated else 3)
     if mean <= 96:
         return GroupedConfig(128, 128, 64, 8, 4) if gated else GroupedConfig(64, 128, 64, 4, 4)
-    return GroupedConfig(128, 128, 64, 8, 3) if gated else GroupedConfig(128, 256, 64, 8, 3)
+    return GroupedConfig(128, 128, 64, 8, 3) if gated else GroupedConfig(128, 256, 64, 8, 4)
 
 
 def scale_group(weight):

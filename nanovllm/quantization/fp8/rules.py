@@ -59,7 +59,7 @@ def read(quantization: dict[str, Any], family: "Family", num_layers: int, num_ex
          files: Sequence[Path]) -> tuple[int | None, list[dict[str, Any]]]:
     """``fp8`` of a ``ModelConfig``, and ``fp8_linears`` of each ``LayerConfig``."""
     block = read_block(quantization)
-    modules = linears(num_experts, family.recurrent).items()
+    modules = linears(num_experts, family.recurrent, family.ungated).items()
     names = [f"model.layers.{i}.{x}" for i in range(num_layers) for name, parts in modules for x in (name, *parts)]
     is_skipped = skipped_modules(quantization, family, names)
     layers = [

@@ -152,14 +152,20 @@ def packed_layers(reader: "Reader", quantization: dict[str, Any], family: "Famil
     if outside := [name for name in tensors if OUTSIDE.fullmatch(name)]:
         head = "a packed LM head" if "lm_head" in outside[0] else "a packed module outside of decoder layers"
         raise refusal(f"{head} ({outside[0]})")
-    stems = {name.rpartition(".")[0] for name in tensors}
-    stems |= {f"model.{stem}" for stem in stems}  # names in a decoder saved alone
+    kinds: dict[str, set[str]] = {}  # module -> suffixes of its tensors
+    for name in tensors:
+        stem, _, kind = name.rpartition(".")
+        for each in (stem, f"model.{stem}"):  # the first is its name in a decoder saved alone
+            kinds.setdefault(each, set()).add(kind)
     modules = linears(num_experts, family.recurrent) | dict.fromkeys(OTHERS, ())
     own: dict[tuple[int, str], list[str]] = {}  # (layer, linear layer here) -> the checkpoint's modules
     for i, (name, parts) in product(range(num_layers), modules.items()):
         prefix = f"model.layers.{i}."
-        is_whole = not parts or not stems.isdisjoint(spellings(prefix + name, family.renamed))
-        own[i, name] = [prefix + part for part in ([name] if is_whole else parts)]
+        spelled = (each.removesuffix(".weight") for each in spellings(prefix + name, family.renamed))
+        wholes = [kinds[each] for each in spelled if each in kinds]
+        if ".experts." in name and {"weight"} in wholes:
+            continue  # one tensor of all experts is no Linear, which rules are about: it has 16 bits
+        own[i, name] = [prefix + part for part in (parts if parts and not wholes else [name])]
     schemes = reader(quantization, family, list(chain(*own.values())))
     layers: list[list[tuple[str, Any]]] = [[] for _ in range(num_layers)]
     for (i, name), names in own.items():
