@@ -68,6 +68,23 @@ def test_greedy_tokens(case, checkpoint, make_llm):
         check_greedy(llm, model, prompts, NUM_DECODED, TOLERANCE)
 
 
+@pytest.mark.parametrize("case", ["gemma4", "ministral3", "phi3-longrope"])
+def test_tables_of_rope_end_at_max_model_len(case, checkpoint, make_llm):
+    """Requests that fill it, in chunks and with drafts, get the tokens and scores of an engine for longer ones."""
+    path, _ = checkpoint(case)
+    options = {"model": path, "num_kvcache_blocks": 32, "max_num_batched_tokens": 16,
+               "speculative_config": {"method": "ngram", "adaptive": False}}  # fmt: skip
+    prompts, whole = [IDS[:9] * 4, IDS], IDS + IDS[:4]
+    short, long = (make_llm(**options, max_model_len=n) for n in (64, 256))
+    ropes = short.model_runner.model.model.ropes
+    assert all(len(x) == 64 for rope in ropes for x in (rope.cos_sin, rope.query_scales) if x is not None)
+    tokens = generate(long, prompts, greedy(28))
+    want = [each[: 64 - len(prompt)] for prompt, each in zip(prompts, tokens, strict=True)]
+    assert generate(short, prompts, greedy(28)) == want and short.scheduler.counters()["spec_decode_num_drafts"] > 0
+    (got,), (expected,) = short.score([whole]), long.score([whole])
+    torch.testing.assert_close(torch.tensor(got.logprobs), torch.tensor(expected.logprobs))
+
+
 def test_every_logit_is_capped(checkpoint, make_llm):
     """Log-probabilities of prompts, of what is sampled, and scores are those of Gemma 2's capped logits."""
     path, model = checkpoint("gemma2")

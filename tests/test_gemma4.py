@@ -13,7 +13,6 @@ from test_lora import train
 
 from nanovllm.errors import CheckpointError
 from nanovllm.runner import memory
-from nanovllm.runner.device import describe
 
 PROMPTS = [list(range(3, 4)), list(range(5, 25)), list(range(2, 140, 3))]
 CASES = ("gemma4", "gemma4-moe", "gemma4-e4b")
@@ -113,12 +112,12 @@ def test_layers_without_keys_compute_sampled_tokens_alone(tmp_path, make_llm):
     assert len(rows[5][-1]) == len(PROMPTS[1])
 
 
-def test_images_are_refused(tmp_path, make_llm):
-    """And the line at start says so. Tensors of its towers are passed over."""
+def test_a_whole_checkpoint_as_text_alone(tmp_path, make_llm):
+    """Tensors of its towers are passed over; audio and video are refused in any case."""
     families.make(tmp_path, "gemma4")
 
     def edit(tensors, config):
-        for name in ("vision_tower.encoder.x", "embed_vision.x", "audio_tower.x", "vision_embedder.x"):
+        for name in ("vision_tower.encoder.x", "embed_vision.x", "audio_tower.x", "embed_audio.x", "vision_embedder.x"):
             tensors[f"model.{name}"] = torch.zeros(1)
         for name in [name for name in tensors if name.startswith("model.layers.")]:
             tensors[name.replace("model.", "model.language_model.")] = tensors.pop(name)
@@ -126,7 +125,7 @@ def test_images_are_refused(tmp_path, make_llm):
         config |= {"architectures": ["Gemma4ForConditionalGeneration"], "vision_config": {"hidden_size": 32}}
 
     path = families.copied(tmp_path, tmp_path / "whole", edit)
-    llm = make_llm(model=path, **OPTIONS)
-    assert f"{path} (text alone) on the CPU" in describe(llm.config, llm.model_runner)
-    with refuses("takes no images: images, video and audio are not supported for this model."):
-        llm.generate([{"prompt_token_ids": [3, 4], "multi_modal_data": {"image": object()}}], greedy(1))
+    llm = make_llm(model=path, language_model_only=True, **OPTIONS)
+    for modality in ("image", "audio", "video"):
+        with refuses("takes no images: it was made with language_model_only=True."):
+            llm.generate([{"prompt_token_ids": [3, 4], "multi_modal_data": {modality: object()}}], greedy(1))

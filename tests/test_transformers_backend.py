@@ -13,13 +13,16 @@ from safetensors.torch import load_file, save_file
 from transformers_architectures import PASSES, REFUSED, SMALL, V
 
 from nanovllm import LLM, SamplingParams, kernels
+from nanovllm.distributed.group import SINGLE_RANK
 from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.layers.attention_backends import select_backend
 from nanovllm.models import MODELS
 from nanovllm.quantization.fp8.numbers import quantize
 from nanovllm.runner.device import describe
 from nanovllm.transformers_backend import config as backend_config
 from nanovllm.transformers_backend import proof
 from nanovllm.transformers_backend.layers import MLP, Experts, Linear, Norm
+from nanovllm.transformers_backend.model import TransformersCausalLM
 
 NUM_DECODED = 8
 OPTIONS = {"skip_tokenizer_init": True, "dtype": "float32", "device": "cpu", "kvcache_block_size": 16,
@@ -461,3 +464,17 @@ def test_layers_take_the_kernels_of_the_device(tmp_path, monkeypatch):
         modules = [module for module in llm.model_runner.model.modules() if hasattr(module, "ops")]
         devices = {getattr(module.ops, "device", None) for module in modules}
     assert len(modules) > 20 and devices == {"cpu"}
+
+
+@pytest.mark.parametrize("types", [("sliding", "sliding", "sliding", "full"), ("full", "sliding", "full", "full")])
+def test_an_abridged_model_attends_as_the_whole_one(types, tmp_path):
+    """Kernels are compiled with it: a kind of attention that it lacks would be compiled while the start waits."""
+    layer_types = [f"{each}_attention" for each in types for _ in range(2)]
+    save("Cohere2", tmp_path, num_hidden_layers=8, layer_types=layer_types)
+    config = backend_config.read_config(str(tmp_path), "Cohere2ForCausalLM").for_length(64)
+    whole, abridged = (
+        TransformersCausalLM(each, select_backend("auto", "cpu", torch.float32), SINGLE_RANK)
+        for each in (config, config.one_layer_of_each_kind())
+    )
+    assert len(abridged.calls) < len(whole.calls) == 8
+    assert {call.window for call in abridged.calls} == {call.window for call in whole.calls}

@@ -149,15 +149,62 @@ def paddleocr_vl():
     return PaddleOCRVLForConditionalGeneration(config)
 
 
+GEMMA4 = {  # the window is shorter than an image, of at most 16 tokens
+    **TEXT, "tie_word_embeddings": True, "sliding_window": 11, "global_head_dim": 64,
+    "final_logit_softcapping": 5.0,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+}  # fmt: skip
+GEMMA4_TOWER = {
+    "hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 20, "patch_size": 4, "pooling_kernel_size": 3,
+    "position_embedding_size": 60,
+}  # fmt: skip
+
+
+def gemma4_moe():
+    """A mixture, as 26B-A4B."""
+    from transformers import Gemma4Config, Gemma4ForConditionalGeneration
+
+    text = {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 20,
+            "use_bidirectional_attention": "vision"}  # fmt: skip
+    tower = {**GEMMA4_TOWER, "standardize": True}
+    return Gemma4ForConditionalGeneration(Gemma4Config(text_config=text, vision_config=tower, **GEMMA4_IDS))
+
+
+def gemma4_e():
+    """Per-layer inputs, layers without keys and values, a tower with limits; its images are causal."""
+    from transformers import Gemma4Config, Gemma4ForConditionalGeneration
+
+    text = {**GEMMA4, "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 200, "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True, "pad_token_id": 3}  # fmt: skip
+    tower = {**GEMMA4_TOWER, "use_clipped_linears": True, "standardize": True}
+    return Gemma4ForConditionalGeneration(Gemma4Config(text_config=text, vision_config=tower, **GEMMA4_IDS))
+
+
+def gemma4_unified():
+    from transformers import Gemma4UnifiedConfig, Gemma4UnifiedForConditionalGeneration
+
+    tower = {"patch_size": 4, "pooling_kernel_size": 3, "mm_embed_dim": 40, "mm_posemb_size": 20,
+             "output_proj_dims": 40}  # fmt: skip
+    text = {**GEMMA4, "sliding_window": 4096}  # longer than any request, so that the engine drops it
+    config = Gemma4UnifiedConfig(text_config=text, vision_config=tower, **GEMMA4_IDS)
+    return Gemma4UnifiedForConditionalGeneration(config)
+
+
+GEMMA4_IDS = {
+    "image_token_id": IMAGE, "video_token_id": 191, "audio_token_id": 196, "boi_token_id": START, "eoi_token_id": END,
+}  # fmt: skip
 FAMILIES = {each.__name__: each for each in (
     qwen3_vl, qwen3_vl_moe, qwen2_5_vl, qwen3_5, qwen3_5_moe, qwen2_vl, gemma3, mistral3, lighton_ocr, glm_ocr, glm4v,
-    paddleocr_vl,
+    paddleocr_vl, gemma4_moe, gemma4_e, gemma4_unified,
 )}  # fmt: skip
 
 
 def make_checkpoint(family: str, path, seed: int = 0):
     """Save a random model of the family, and an image processor; returns the model."""
     from transformers.models.gemma3 import Gemma3ImageProcessorPil
+    from transformers.models.gemma4 import Gemma4ImageProcessorPil, image_processing_pil_gemma4
     from transformers.models.glm46v import Glm46VImageProcessorPil
     from transformers.models.paddleocr_vl import PaddleOCRVLImageProcessorPil
     from transformers.models.pixtral import PixtralImageProcessorPil
@@ -171,10 +218,20 @@ def make_checkpoint(family: str, path, seed: int = 0):
             param.data.normal_(0 if has_offset else 1, 0.1)
         elif not name.endswith(("A_log", "dt_bias")):
             param.data.normal_(0, 0.15)
+        if "scal" in name:
+            param.data.add_(1)
+    for name, x in model.named_buffers():
+        if name.endswith(("layer_scalar", "std_bias", "std_scale")):
+            x.normal_("bias" not in name, 0.2)
+        elif name.endswith(("put_min", "put_max")):
+            x.fill_((1 if name.endswith("max") else -1) * (0.9 + 0.6 * torch.rand(())))
     model.lm_head.weight.data[IMAGE] = 0  # seldom sampled: transformers would take it for an image
     model.save_pretrained(path)
     size = {"shortest_edge": 64, "longest_edge": 4096 if "glm" in family else 2048}  # GLM counts two frames
+    image_processing_pil_gemma4._SUPPORTED_SOFT_TOKENS = (9, 16)  # else an image has at least 60
+    gemma4 = Gemma4ImageProcessorPil, {"patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 16}
     processor, options = {
+        **dict.fromkeys(("gemma4_moe", "gemma4_e", "gemma4_unified"), gemma4),
         "gemma3": (Gemma3ImageProcessorPil, {"size": {"height": 32, "width": 32}}),
         "mistral3": (PixtralImageProcessorPil, {"patch_size": 4, "size": {"longest_edge": 72}}),
         "lighton_ocr": (PixtralImageProcessorPil, {"patch_size": 4, "size": {"longest_edge": 72}}),
@@ -225,7 +282,8 @@ def save_tokenizer(family: str, path):
     special = {
         "gemma3": {"<image_soft_token>": IMAGE, "<start_of_image>": START, "<end_of_image>": END},
         "mistral3": {"[IMG]": IMAGE, "[IMG_BREAK]": ROW_END, "[IMG_END]": LAST_END},
-    }.get(family, {"<|image_pad|>": IMAGE})
+        "gemma4": {"<|image|>": IMAGE, "<|image>": START, "<image|>": END},
+    }.get(family.partition("_")[0] if "gemma4" in family else family, {"<|image_pad|>": IMAGE})
     vocab |= special
     tokenizer = Tokenizer(models.BPE(vocab, [("\n", "\n"), ("\n\n", "\n\n")]))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
@@ -242,13 +300,32 @@ def image(height: int, width: int, seed: int = 0):
     return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
 
 
+def joined(pixels, merge=3, side=4):
+    """The squares of pixels that are tokens of Gemma 4 12B, row by row, and their columns and rows."""
+    values, places = [], []
+    for patches, at in zip(pixels["pixel_values"], pixels["image_position_ids"].tolist(), strict=True):
+        found = {(x, y): patch.view(side, side, 3) for (x, y), patch in zip(at, patches, strict=True) if x >= 0}
+        tokens = sorted({(y // merge, x // merge) for x, y in found})
+        rows = [
+            torch.cat([torch.cat([found[merge * x + i, merge * y + j] for i in range(merge)], 1) for j in range(merge)])
+            for y, x in tokens
+        ]
+        missing = 16 - len(tokens)
+        values.append(torch.stack([row.flatten() for row in rows] + [torch.zeros(len(rows[0].flatten()))] * missing))
+        places.append([[x, y] for y, x in tokens] + [[-1, -1]] * missing)
+    return {"pixel_values": torch.stack(values), "image_position_ids": torch.tensor(places)}
+
+
 class Twin:
     """transformers' answers for prompts with images."""
 
     def __init__(self, model, path):
         from transformers import AutoImageProcessor
+        from transformers.models.gemma4 import Gemma4ImageProcessorPil
 
-        self.model, self.processor = model, AutoImageProcessor.from_pretrained(path)
+        is_unified = model.config.model_type == "gemma4_unified"  # whose own processor needs torchvision
+        processor = Gemma4ImageProcessorPil if is_unified else AutoImageProcessor
+        self.model, self.processor = model, processor.from_pretrained(path)
 
     def inputs(self, ids, images):
         if not images:
@@ -257,6 +334,9 @@ class Twin:
         patch = {"patch_size": 8} if by_sizes else {}  # of the tower, times the merge
         pixels = dict(self.processor(images=images, return_tensors="pt", **patch))
         parts = [[IMAGE] * 16] * len(pixels.pop("num_crops", []))
+        parts += [[IMAGE] * int(number) for number in pixels.pop("num_soft_tokens_per_image", [])]
+        if self.model.config.model_type == "gemma4_unified":
+            pixels = joined(pixels)
         parts += [[IMAGE] * int(grid.prod() // 4) for grid in pixels.get("image_grid_thw", [])]
         for height, width in pixels.get("image_sizes", torch.empty(0, 2)).tolist():
             marks = [ROW_END] if self.model.config.model_type == "mistral3" else []
@@ -267,7 +347,15 @@ class Twin:
         types = torch.tensor([[int(token == IMAGE) for token in expanded]])
         name = None if by_sizes else "mm_token_type_ids"
         name = "token_type_ids" if self.model.config.model_type == "gemma3" else name
-        return {"input_ids": torch.tensor([expanded]), **({name: types} if name else {}), **pixels}
+        inputs = {"input_ids": torch.tensor([expanded]), **({name: types} if name else {}), **pixels}
+        if self.model.config.model_type == "gemma4_unified":
+            # its forward pass would make images attend both ways in full layers, too, unlike ``generate`` with a static
+            # cache, unlike transformers' other Gemma 4, and unlike its makers' code
+            places = torch.arange(len(expanded))[None]
+            inputs["attention_mask"] = self.model.create_masks_for_generate(
+                self.model.config, torch.empty(1, len(expanded), 0), None, None, places, mm_token_type_ids=types
+            )
+        return inputs
 
     def logits(self, ids, images):
         """Of every position, fp32 [T, V]."""

@@ -61,12 +61,13 @@ GEMMA4 = Family(
 GEMMA4_UNIFIED = GEMMA4._replace(
     defaults=GEMMA4.defaults | {
         "sliding_window": 1024, "max_position_embeddings": 262_144, "hidden_size_per_layer_input": 0,
+        "use_bidirectional_attention": "vision",
     },
 )  # fmt: skip
-IN_TEXT: dict[str, Any] = {
-    "tower": r"(?:model\.)?(?:vision_tower|vision_embedder|embed_vision|audio_tower|embed_audio)\..+",
-    "unsupported": "images, video and audio",
-}
+GEMMA4_TOWERS: dict[str, Any] = {
+    "renamed": (("vision_embedder.", "embed_vision."), (".multimodal_embedder.", "."), *GEMMA4.renamed),
+    "tower": TOWER, "skipped": r"(?:model\.)?(?:audio_tower|embed_audio)\..+",
+}  # fmt: skip
 POST = (("post_attention_layernorm", "mixer_post_norm"), ("post_feedforward_layernorm", "mlp_post_norm"))
 EPS = {"rms_norm_eps": 1e-5}
 OLMO2 = Family(qk_norm="full", pre_norm=False, post_norm=True, defaults=EPS, renamed=POST)
@@ -234,9 +235,9 @@ MODELS = {
     "Gemma3ForCausalLM": GEMMA3,
     "Gemma3ForConditionalGeneration": GEMMA3._replace(renamed=VISION["renamed"] + GEMMA3.renamed, tower=TOWER),
     "Gemma4ForCausalLM": GEMMA4,
-    "Gemma4ForConditionalGeneration": GEMMA4._replace(**IN_TEXT),
+    "Gemma4ForConditionalGeneration": GEMMA4._replace(**GEMMA4_TOWERS),
     "Gemma4UnifiedForCausalLM": GEMMA4_UNIFIED,
-    "Gemma4UnifiedForConditionalGeneration": GEMMA4_UNIFIED._replace(**IN_TEXT),
+    "Gemma4UnifiedForConditionalGeneration": GEMMA4_UNIFIED._replace(**GEMMA4_TOWERS),
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": OLMO2._replace(
         windows="pattern", plain_window_rope=True, reads=("sliding_window",),

@@ -114,6 +114,7 @@ class ModelConfig:
     dtype: str
     eos_token_ids: tuple[int, ...]
     scales: Scales = Scales()
+    num_positions: int = 0  # rows of the tables of RoPE
 
     model_class = "nanovllm.models.decoder.CausalLM"
 
@@ -150,8 +151,9 @@ class ModelConfig:
         return max(i for i, layer in enumerate(self.layers) if layer.mixer and not layer.shares_kv)
 
     def for_length(self, max_model_len: int) -> "ModelConfig":
-        """Adapt the layers to requests of at most ``max_model_len`` tokens."""
-        return replace(self, layers=tuple(layer.for_length(max_model_len) for layer in self.layers))
+        """Adapt the layers and the tables of RoPE to requests of at most ``max_model_len`` tokens."""
+        layers = tuple(layer.for_length(max_model_len) for layer in self.layers)
+        return replace(self, layers=layers, num_positions=max_model_len)
 
     def quantized(self) -> "ModelConfig":
         """With FP8 weights in the linear layers of attention, MLP and experts; as it is if the checkpoint has them."""
@@ -218,7 +220,7 @@ class ModelConfig:
 
     def describe(self, runner: Any) -> str:
         """A clause of the line at start, about the model of a rank's runner."""
-        return " (text alone)" if self.family.unsupported else ""
+        return ""
 
     def prove(self, model: Any, block_size: int, captures: bool = False, rehearses: bool = False) -> None:
         """Compare a loaded model with its original. Rows need none: tests compare them with transformers."""

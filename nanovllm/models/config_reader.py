@@ -82,7 +82,7 @@ RULES = by_field(
     ("num_nextn_predict_layers", MTP_LAYERS),
     ("tie_word_embeddings attention_bias mlp_bias use_bias use_qk_norm", FLAG),
     ("attention_k_eq_v use_double_wide_mlp", FLAG),
-    ("use_bidirectional_attention", supported(None, False, "vision")),  # "vision" concerns images alone
+    ("use_bidirectional_attention", supported(None, False, "vision")),  # for images (``vision.py``)
     ("attention_out_bias qkv_bias use_sliding_window", optional(BOOLEAN)),
     ("dtype", supported(*DTYPES)),
     ("eos_token_id", TOKEN_IDS),
@@ -176,6 +176,7 @@ def model_config(raw: dict[str, Any], files: Sequence[Path] = ()) -> ModelConfig
     # Qwen's recipe for yarn adds rope_scaling to a config.json and leaves max_position_embeddings
     stretched = [int(rope.factor * rope.original_max_position) for rope in ropes if rope.kind == "yarn"]
     check("config.json", "factor * original_max_position_embeddings", max([1, *stretched]), SIZE, CheckpointError)
+    positions = max(given["max_position_embeddings"], *stretched, 0)
     bias = given["attention_bias"] or given["use_bias"]
     if bias and given["attention_in_multiplier"] != 1:  # the multiplier scales the input, not the bias
         raise CheckpointError("config.json: attention_bias=True is not supported with an attention_in_multiplier.")
@@ -190,7 +191,8 @@ def model_config(raw: dict[str, Any], files: Sequence[Path] = ()) -> ModelConfig
     num_labels = 0 if has_lm_head or name.endswith(BARE) else len(given["id2label"] or (0, 1))
     given |= {
         "family": family,
-        "max_position_embeddings": max(given["max_position_embeddings"], *stretched, 0),
+        "max_position_embeddings": positions,
+        "num_positions": positions,
         "qkv_bias": bias if qkv_bias is None else qkv_bias,
         "o_bias": bias if o_bias is None else o_bias,
         "mlp_bias": given["mlp_bias"] or given["use_bias"],
@@ -298,7 +300,7 @@ def _layers(raw: dict[str, Any], given: dict[str, Any], family: Family,
             layers.append(LayerConfig(mixer, **own))
             continue
         is_same = given["attention_k_eq_v"] and kind == "full_attention"
-        of_group = {"kind": kind, "shares_kv": shares} if num_shared else {}
+        of_group = {"kind": kind, "shares_kv": shares} if num_shared or given["use_bidirectional_attention"] else {}
         layers.append(LayerConfig(mixer, window, rope, **heads, keys_are_values=is_same, **of_group, **own))
     return tuple(layers)
 

@@ -165,12 +165,12 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, backend: AttentionBackend, tp: TPGroup):
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp, config.embed_scale)
-        max_position, tables = config.max_position_embeddings, {}  # shared by layers
+        tables = {}  # shared by layers
         for rope, head_dim in dict.fromkeys((layer.rope, layer.head_dim) for layer in config.attention_layers):
             D = kernels.select().padded_head_dim(head_dim)
             config.check_padded_heads(head_dim, D)
-            scaled: Any = (*rope.frequencies(head_dim), rope.query_scales(max_position)) if rope else ()
-            tables[rope, head_dim] = RotaryEmbedding(D, max_position, *scaled)
+            scaled: Any = (*rope.frequencies(head_dim), rope.query_scales(config.num_positions)) if rope else ()
+            tables[rope, head_dim] = RotaryEmbedding(D, config.num_positions, *scaled)
         self.ropes = nn.ModuleList(tables.values())
         self.layers = nn.ModuleList(
             self.layer_class(config, x, tables.get((x.rope, x.head_dim)), backend, tp) for x in config.layers

@@ -7,7 +7,8 @@ from nanovllm.validation import by_field
 
 # tensors of vision towers and projectors
 TOWER = (
-    r"(?:model\.)?(?:visual|vision_tower|multi_modal_projector|vision_encoder|vision_projection|mlp_AR|projector)\..+"
+    r"(?:model\.)?(?:visual|vision_tower|multi_modal_projector|vision_encoder|vision_projection|mlp_AR|projector|"
+    r"embed_vision|vision_embedder)\..+"
 )
 
 
@@ -57,7 +58,6 @@ class Family(NamedTuple):
     defaults: dict[str, Any] = {}  # noqa: RUF012 (read only)  # fields that published files leave out
     renamed: tuple[tuple[str, str], ...] = ()  # (in the checkpoint, here) parts of tensor names, replaced in this order
     skipped: str = ""  # regular expression of the names of tensors that nothing here uses
-    unsupported: str = ""  # inputs other than text that these models take and this library does not
     tower: str = ""  # regular expression of the names of the vision tower's tensors; "" has none
 
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nanovllm import kernels
@@ -91,7 +90,8 @@ class Gemma4Layer(DecoderLayer):
             self.per_layer_input_gate, self.per_layer_projection = (
                 ReplicatedLinear(C, P, tp=tp), ReplicatedLinear(P, C, tp=tp)
             )  # fmt: skip
-            last = self.post_per_layer_input_norm = RMSNorm(C, eps)
+            last, self.ops = RMSNorm(C, eps), kernels.select()
+            self.post_per_layer_input_norm = last
         if last is not None:
             last.sum_scale = self.layer_scalar
 
@@ -101,8 +101,8 @@ class Gemma4Layer(DecoderLayer):
             of_layer = context.tensors[PER_LAYER][:, self.index]
             if len(residual) < len(of_layer):  # the last layer of a prefill
                 of_layer = of_layer[context.logits_indices]
-            gate = F.gelu(self.per_layer_input_gate(residual), approximate="tanh")
-            y = self.per_layer_projection(gate * of_layer)
+            y = self.ops.act_and_mul(self.per_layer_input_gate(residual), "gelu_tanh", of_layer)
+            y = self.per_layer_projection(y)
             residual = self.post_per_layer_input_norm.add_to(residual, y)
         return residual
 

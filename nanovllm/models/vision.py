@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from nanovllm.errors import CheckpointError, RequestError
+from nanovllm.models import MODELS
 from nanovllm.models.families import TOWER
 from nanovllm.models.vision_rules import check_fields
 from nanovllm.utils.checkpoint import read_json, tensor_names
@@ -27,7 +28,13 @@ SMALL = integer("an integer from 1 to 4096", lambda n: 1 <= n <= 4096)
 RULES = by_field(("image_token_id", at_least(0)),
                  ("spatial_merge_size patch_size temporal_patch_size mm_tokens_per_image", SMALL),
                  ("image_size", integer("an integer from 0 to 4096", lambda n: 0 <= n <= 4096)))  # fmt: skip
+POOLED_RULES = by_field(("image_token_id pad_token_id", at_least(0)), ("patch_size pooling_kernel_size", SMALL),
+                        ("position_embedding_size mm_posemb_size", at_least(1)))  # fmt: skip
 INDEXES = list_of(at_least(0), "a list of layers")
+# layers in which the tokens of an image attend each other both ways, by ``use_bidirectional_attention``
+KINDS: dict[str, tuple[str, ...]] = {
+    "": (), "vision": ("sliding_attention",), "all": ("full_attention", "sliding_attention"),
+}  # fmt: skip
 
 
 class TowerFamily(NamedTuple):
@@ -39,6 +46,10 @@ class TowerFamily(NamedTuple):
     section: tuple[int, ...] = ()  # default of ``mrope_section``
     # Default of ``mm_tokens_per_image``: tokens of every image, which attend to each other both ways; 0: by its size.
     num_tokens: int = 0
+    # The tower takes squares of ``pooling_kernel_size`` patches as a token. The image processor gives patches row by
+    # row, with padding, and their places. The name of the field for the most places on an axis, and its default.
+    places: tuple[str, int] | None = None
+    processor: str = ""  # image processor in place of the checkpoint's, in transformers.models
     marks: tuple[str, ...] = ()  # tokens after each row of an image, and after its last row
     by_sizes: bool = False  # its tower takes pixels [1, 3, height, width] and the sizes of images, no list of patches
     temporal: int = 2  # default of ``temporal_patch_size``
@@ -49,6 +60,10 @@ class TowerFamily(NamedTuple):
 
 
 GLM_IMAGE = "<|begin_of_image|><|image|><|end_of_image|>"
+GEMMA4: dict[str, Any] = {
+    # a placeholder alone, and with the tokens around an image
+    "placeholder": (r"<\|image\|>(?!(<\|image\|>)*<image\|>)", "<|image><|image|><image|>"), "text": "<|image|>",
+}
 TOWERS = {
     "Qwen2VLForConditionalGeneration": TowerFamily("qwen2_vl", "Qwen2VLModel", "sections", (16, 24, 24)),
     "Qwen2_5_VLForConditionalGeneration": TowerFamily("qwen2_5_vl", "Qwen2_5_VLModel", "sections", (16, 24, 24)),
@@ -74,6 +89,11 @@ TOWERS = {
     ),
     "Glm4vForConditionalGeneration": TowerFamily("glm4v", "Glm4vModel", "sections", (8, 12, 12), text=GLM_IMAGE),
     "GlmOcrForConditionalGeneration": TowerFamily("glm_ocr", "GlmOcrModel", "sections", (8, 12, 12), text=GLM_IMAGE),
+    "Gemma4ForConditionalGeneration": TowerFamily("gemma4", "", places=("position_embedding_size", 10240), **GEMMA4),
+    # its own processor needs torchvision; they differ in who joins the patches of a token
+    "Gemma4UnifiedForConditionalGeneration": TowerFamily(
+        "gemma4_unified", "", places=("mm_posemb_size", 1120), processor="gemma4.Gemma4ImageProcessor", **GEMMA4
+    ),
     "PaddleOCRVLForConditionalGeneration": TowerFamily(
         "paddleocr_vl", "PaddleOCRVLModel", "sections", (16, 24, 24), temporal=1,
         text="<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
@@ -89,11 +109,15 @@ class VisionConfig(NamedTuple):
         merge_size: patches of a side of the square that becomes a token.
         patch_size: pixels of a side of a patch.
         image_size: pixels of a side of the largest image; 0: no limit.
-        num_whole: tokens of every image, if they attend each other both ways, so that a launch takes all or none; else
-            0.
+        num_whole: tokens of every image, if all images have one size; else 0.
         num_deepstack: layers whose outputs get features of their own added, the first ones.
         section: rotary frequencies that turn with time, height and width; () for plain positions.
         processor_sizes: options that the image processor must have; {} where ``grid`` checks its pixels.
+        both_ways: kinds of layers in which the tokens of an image attend each other both ways, so that a launch takes
+            all or none.
+        max_side: patches of a side of the largest image; 0: no limit.
+        fed_token_id: the decoder's input at the tokens of images. Features replace its embedding; its per-layer inputs
+            count.
     """
 
     family: TowerFamily
@@ -105,6 +129,9 @@ class VisionConfig(NamedTuple):
     num_deepstack: int
     section: tuple[int, ...]
     processor_sizes: dict[str, int]
+    both_ways: tuple[str, ...]
+    max_side: int
+    fed_token_id: int
 
     @classmethod
     def of(cls, config: "Config") -> "VisionConfig | None":
@@ -112,10 +139,9 @@ class VisionConfig(NamedTuple):
         if config.language_model_only or (vision := cls.read(config.model_path, config.load_format == "dummy")) is None:
             return None
         model, section = config.model_config, vision.section
-        if vision.image_token_id >= model.vocab_size:
-            raise CheckpointError(
-                f"config.json: image_token_id={vision.image_token_id} must be below vocab_size={model.vocab_size}."
-            )
+        for field, token in (("image_token_id", vision.image_token_id), ("pad_token_id", vision.fed_token_id)):
+            if token >= model.vocab_size:
+                raise CheckpointError(f"config.json: {field}={token} must be below vocab_size={model.vocab_size}.")
         for rope in filter(None, model.ropes):
             if section and 2 * sum(section) != (size := rope.rotated_dims(model.head_dim)):
                 raise CheckpointError(
@@ -127,7 +153,8 @@ class VisionConfig(NamedTuple):
     def read(cls, model_path: str, is_dummy: bool = False) -> "VisionConfig | None":
         raw = read_json(Path(model_path, "config.json"))
         names = raw.get("architectures")
-        family = TOWERS.get(str(names[0])) if isinstance(names, list) and names else None
+        name = str(names[0]) if isinstance(names, list) and names else ""
+        family = TOWERS.get(name)
         if family is None or not raw.get("vision_config"):
             return None
         names = [name for file in sorted(Path(model_path).glob("*.safetensors")) for name in tensor_names(file)]
@@ -136,6 +163,8 @@ class VisionConfig(NamedTuple):
         vision = check("config.json", "vision_config", raw["vision_config"], OBJECT, CheckpointError)
         check_fields(raw, vision)
         text = check("config.json", "text_config", raw.get("text_config") or raw, OBJECT, CheckpointError)
+        if family.places:
+            return cls._pooled(family, raw, vision, {**MODELS[name].defaults, "pad_token_id": 0, **text})
         defaults = {
             "image_token_id": raw.get("image_token_index"), "spatial_merge_size": 2, "image_size": 0,
             "temporal_patch_size": family.temporal, "mm_tokens_per_image": family.num_tokens or 1,
@@ -159,6 +188,25 @@ class VisionConfig(NamedTuple):
             family, sizes["image_token_id"], sizes["spatial_merge_size"], sizes["patch_size"],
             sizes["image_size"], sizes["mm_tokens_per_image"] if family.num_tokens else 0, len(layers or ()),
             tuple(section) if family.mrope else (), patches if family.mrope else {},
+            KINDS["all" if family.num_tokens else ""], 0, sizes["image_token_id"],
+        )  # fmt: skip
+
+    @classmethod
+    def _pooled(cls, family: TowerFamily, raw: dict[str, Any], vision: dict[str, Any],
+                text: dict[str, Any]) -> "VisionConfig":
+        """Read the settings of a family with ``places``."""
+        assert family.places
+        field, default = family.places
+        given = {"patch_size": 16, "pooling_kernel_size": 3, field: default, **vision}
+        given |= {"image_token_id": raw.get("image_token_id"), "pad_token_id": text["pad_token_id"]}
+        rules = {name: rule for name, rule in POOLED_RULES.items() if name in given}
+        sizes = check_all("config.json", given, rules, CheckpointError)
+        merge, patch_size = sizes["pooling_kernel_size"], sizes["patch_size"]
+        max_side = sizes[field] * (merge if field == "mm_posemb_size" else 1)  # that table has places of tokens
+        return cls(
+            family, sizes["image_token_id"], merge, patch_size, 0, 0, 0, (),
+            {"patch_size": patch_size, "pooling_kernel_size": merge},
+            KINDS[text.get("use_bidirectional_attention") or ""], max_side, sizes["pad_token_id"],
         )  # fmt: skip
 
     def missing(self) -> str:
@@ -175,7 +223,12 @@ class VisionConfig(NamedTuple):
     def grid(self, pixels: Mapping[str, Any]) -> np.ndarray:
         """Count the frames, rows and columns of patches in the tensors of one image; raises RequestError."""
         if "image_grid_thw" in pixels:
-            return pixels["image_grid_thw"][0].numpy()
+            grid = pixels["image_grid_thw"][0].numpy()
+            if self.max_side and grid.max() > self.max_side:
+                raise RequestError(
+                    f"the image has {grid[1]} x {grid[2]} patches; the tower takes {self.max_side} on a side."
+                )
+            return grid
         num_images, _, *sides = pixels["pixel_values"].shape  # height and width
         rows, columns = (side // self.patch_size for side in sides)
         allowed = range(self.image_size if self.num_whole else 1, self.image_size + 1)

@@ -7,6 +7,7 @@ configuration, and none of their code. Imports neither torch nor transformers.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from nanovllm import validation
 from nanovllm.errors import CheckpointError
 from nanovllm.validation import Rule, at_least, by_field, check, check_all, choice, integer, list_of, number, optional
 
@@ -21,11 +22,14 @@ LAYERS = list_of(at_least(0), "a list of layers")
 DIFFERENT = Rule("a list of different layers", lambda x: LAYERS.accepts(x) and len(set(x or ())) == len(x or ()))
 OF_TOWER = by_field(
     ("depth num_hidden_layers", integer(f"an integer from 1 to {MAX_LAYERS}", lambda n: 1 <= n <= MAX_LAYERS)),
-    ("num_heads num_attention_heads", integer(f"an integer from 1 to {MAX_HEADS}", lambda n: 1 <= n <= MAX_HEADS)),
-    ("hidden_size embed_dim intermediate_size out_hidden_size window_size num_position_embeddings mlp_ratio head_dim",
+    ("num_heads num_attention_heads num_key_value_heads",
+     integer(f"an integer from 1 to {MAX_HEADS}", lambda n: 1 <= n <= MAX_HEADS)),
+    ("hidden_size embed_dim intermediate_size out_hidden_size window_size num_position_embeddings mlp_ratio head_dim "
+     "position_embedding_size mm_embed_dim mm_posemb_size output_proj_dims",
      integer(f"an integer from 1 to {MAX_SIZE}", lambda n: 1 <= n <= MAX_SIZE)),
     ("in_channels num_channels", choice(3)),
-    ("hidden_act", ACTIVATION),
+    ("hidden_act hidden_activation", ACTIVATION),
+    ("use_clipped_linears standardize", validation.BOOLEAN),
     ("layer_norm_eps rms_norm_eps rope_theta", POSITIVE),
     ("rope_parameters", optional(OBJECT)),
     ("deepstack_visual_indexes", DIFFERENT),
@@ -56,6 +60,8 @@ def check_fields(raw: Mapping[str, Any], vision: Mapping[str, Any]) -> None:
 def check_sizes(config: Any, tower: "VisionConfig") -> None:
     """Raise CheckpointError for fields that contradict each other; ``config`` is transformers' of the whole model."""
     vision, side, num_tokens = config.vision_config, tower.patch_size * tower.merge_size, tower.num_whole
+    if tower.family.places:
+        return check_sizes_of_gemma4(vision)
     by_sizes, width_name, output_name = tower.family.by_sizes, "hidden_size", "out_hidden_size"
     is_siglip = tower.family.module in ("gemma3", "paddleocr_vl")
     if tower.family.module == "qwen2_vl":
@@ -88,6 +94,21 @@ def check_sizes(config: Any, tower: "VisionConfig") -> None:
     for layer in layers if isinstance(layers, list) else [layers]:
         if not -depth - 1 <= layer <= depth:
             raise wrong(f"{depth_name}={depth} has no output for vision_feature_layer={layers}")
+
+
+def check_sizes_of_gemma4(vision: Any) -> None:
+    """The same for Gemma 4, whose 12B has no layers in place of a tower."""
+    if not hasattr(vision, "num_attention_heads"):
+        if vision.output_proj_dims != vision.mm_embed_dim:
+            raise wrong(f"output_proj_dims={vision.output_proj_dims} must be mm_embed_dim={vision.mm_embed_dim}")
+        return
+    heads, kv_heads = vision.num_attention_heads, vision.num_key_value_heads
+    if heads % kv_heads:
+        raise wrong(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}")
+    if vision.head_dim % 4:
+        raise wrong(f"head_dim={vision.head_dim} must be a multiple of 4")
+    if (kind := (vision.rope_parameters or {}).get("rope_type", "axial")) not in ("axial", "default"):
+        raise wrong(f"rope_parameters.rope_type={kind!r:.50} must be 'axial' or 'default'")
 
 
 def wrong(what: str) -> CheckpointError:

@@ -121,8 +121,8 @@ class VisionTower(nn.Module):
         if not self.is_own:
             del self.model.language_model
         self.dtype, self._vision = dtype, vision
-        convolution = next(x for x in self.model.modules() if isinstance(x, (nn.Conv2d, nn.Conv3d)))
-        shape = convolution.weight.shape[1:]
+        convolutions = [x for x in self.model.modules() if isinstance(x, (nn.Conv2d, nn.Conv3d))]
+        shape = convolutions[0].weight.shape[1:] if convolutions else torch.Size((3 * vision.patch_size**2,))
         self._patch = shape if len(shape) == 3 else (shape.numel(),)  # shape of a patch among pixels
         self._side = vision.patch_size * vision.merge_size  # size of a token in pixels
 
@@ -137,7 +137,7 @@ class VisionTower(nn.Module):
             if "table" in image:
                 table = image["table"].to(device, non_blocking=True)
                 pixels[i] = numbers_of(pixels[i], table, self._patch if len(self._patch) == 1 else pixels[i].shape[1:])
-        pixels = [x.to(self.dtype) for x in pixels]
+        pixels = [x.to(getattr(self.model, "pixel_dtype", self.dtype)) for x in pixels]
         if self.is_own:
             return self.model([image | {"pixel_values": x} for image, x in zip(images, pixels, strict=True)])
         if len(images) == 1 and pixels[0].shape == (1, 3, side, side):
@@ -160,8 +160,13 @@ class VisionTower(nn.Module):
             num_images, side = -(-num_tokens // columns**2), columns * side
             sizes = {"image_sizes": torch.full((num_images, 2), side)} if self._vision.family.by_sizes else {}
             return {"pixel_values": torch.zeros(num_images, 3, side, side, device=device), **sizes}
-        grid = torch.tensor([[1, 2 * merge, num_tokens // 2 * merge]], device=device)
-        return {"pixel_values": torch.zeros(int(grid.prod()), *self._patch, device=device), "image_grid_thw": grid}
+        if longest := self._vision.max_side // merge:
+            side = min(32, longest, math.isqrt(num_tokens))
+            grid = torch.tensor([[1, merge * side, merge * side]] * -(-num_tokens // side**2))
+        else:
+            grid = torch.tensor([[1, 2 * merge, num_tokens // 2 * merge]], device=device)
+        pixels = torch.zeros(int(grid.prod(1).sum()), *self._patch, device=device)
+        return {"pixel_values": pixels, "image_grid_thw": grid}
 
     @torch.no_grad()
     def pad_mlps(self) -> None:
@@ -172,10 +177,10 @@ class VisionTower(nn.Module):
         for mlp in self.model.modules():
             if not all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")):
                 continue
-            missing = -mlp.down_proj.in_features % 64
+            missing = -getattr(mlp.down_proj, "linear", mlp.down_proj).in_features % 64
             for name, padding in (("gate_proj", (0, 0, 0, missing)), ("up_proj", (0, 0, 0, missing)),
                                   ("down_proj", (0, missing))):  # fmt: skip
-                linear = getattr(mlp, name)
+                linear = getattr(getattr(mlp, name), "linear", getattr(mlp, name))
                 linear.weight = padded(linear.weight, padding)
                 if linear.bias is not None and name != "down_proj":
                     linear.bias = padded(linear.bias, (0, missing))
@@ -184,6 +189,8 @@ class VisionTower(nn.Module):
         """Random weights."""
         generator = torch.Generator(next(self.parameters()).device).manual_seed(seed)
         for name, param in self.model.named_parameters():
+            if param.dim() == 0:
+                continue  # a limit of activations
             param.normal_(0, DUMMY_STD, generator=generator)
             if "norm" in name and name.endswith("weight"):
                 param.add_(1)

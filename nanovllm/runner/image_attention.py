@@ -1,4 +1,4 @@
-"""Attention of images whose tokens attend each other both ways (Gemma 3), over the paged KV cache."""
+"""Attention of images whose tokens attend each other both ways (Gemma 3 and 4), over the paged KV cache."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,9 +66,11 @@ class BlockAttention:
 
 
 @contextmanager
-def attending_both_ways(model: CausalLM, blocks: list[Block]) -> Iterator[None]:
-    """Within, tokens of a block attend each other both ways."""
-    layers: list[Any] = [each for each in model.modules() if isinstance(each, Attention)] if blocks else []
+def attending_both_ways(model: CausalLM, blocks: list[Block], kinds: tuple[str, ...]) -> Iterator[None]:
+    """Within, tokens of a block attend each other both ways in layers of these kinds."""
+    pairs: Any = zip(model.config.layers, model.model.layers, strict=True) if blocks else ()
+    # layers may share one
+    layers = list(dict.fromkeys(layer.self_attn.attn for config, layer in pairs if config.kind in kinds))
     backends = [layer.backend for layer in layers]
     try:
         for layer in layers:

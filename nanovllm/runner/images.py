@@ -48,7 +48,7 @@ class VisionPart(Part):
         self.module = self.tower = tower
         self.shifts = torch.zeros(rank.config.max_num_seqs + 1, dtype=torch.int32, device=rank.device)
         self._shifts_on_host = np.zeros(rank.config.max_num_seqs + 1, np.int32)
-        self._first_row = rank.config.model_config.max_position_embeddings - rank.config.max_num_batched_tokens
+        self._first_row = rank.config.model_config.num_positions - rank.config.max_num_batched_tokens
         self._axes = torch.from_numpy(vision.axes()).to(rank.device) if vision.section else None
         self._features: torch.Tensor | None = None  # features of the images in the batch being launched
         self._blocks: list[Block] = []  # its images, whose tokens attend to each other both ways
@@ -62,8 +62,8 @@ class VisionPart(Part):
         if vision is None or vision.missing() or not vision.section:
             return config
         model, fitting = config.model_config, copy.copy(config)
-        size = model.max_position_embeddings + config.max_num_batched_tokens
-        vars(fitting)["model_config"] = replace(model, max_position_embeddings=size)  # bypasses the frozen __setattr__
+        size = model.num_positions + config.max_num_batched_tokens
+        vars(fitting)["model_config"] = replace(model, num_positions=size)  # bypasses the frozen __setattr__
         return fitting
 
     @classmethod
@@ -92,9 +92,9 @@ class VisionPart(Part):
                 arrays["shifted_rows"], arrays["shifts"] = rows[changed], values[changed]
         if ImagePart in batch.messages:
             is_image = batch.token_ids < 0
-            arrays["input_ids"] = np.where(is_image, np.int32(self._vision.image_token_id), batch.token_ids)
+            arrays["input_ids"] = np.where(is_image, np.int32(self._vision.fed_token_id), batch.token_ids)
             arrays["image_rows"] = np.flatnonzero(is_image).astype(np.int32)
-            if self._vision.num_whole:
+            if self._vision.both_ways:
                 self._blocks = blocks_of(batch, arrays["image_rows"], arrays["positions"])
             if self._vision.section:
                 self._prepare_positions(batch, is_image, arrays)
@@ -150,7 +150,8 @@ class VisionPart(Part):
             context = replace(context, rope_rows=tensors["rope_rows"])
         if self._features is None:  # this chunk is all text
             return model(input_ids, context)
-        with replaced(model, tensors["image_rows"].long(), self._features), attending_both_ways(model, self._blocks):
+        rows, kinds = tensors["image_rows"].long(), self._vision.both_ways
+        with replaced(model, rows, self._features), attending_both_ways(model, self._blocks, kinds):
             return model(input_ids, context)
 
     def _write_rope_rows(self, model: CausalLM, positions: torch.Tensor) -> None:

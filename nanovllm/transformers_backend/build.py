@@ -352,17 +352,22 @@ def keep_wide(model: Any, dtype: torch.dtype) -> None:
 
 
 def abridge(model: nn.Module) -> None:
-    """Leave the first decoder layer of each kind, and the last one, of every list of layers."""
+    """Leave the last decoder layer of each kind of every list of layers: it is the one whose KV later layers share."""
     for module in list(model.modules()):
         for name, layers in list(module.named_children()):
             if not isinstance(layers, nn.ModuleList) or name not in ("layers", "h", "blocks"):
                 continue
-            kinds: dict[Any, nn.Module] = {}
-            for layer in layers:
+            config: Any = getattr(module, "config", None)
+            types = getattr(config, "layer_types", None) or ()
+            types = list(types) if len(types) == len(layers) else [None] * len(layers)
+            kinds: dict[Any, int] = {}
+            for i, layer in enumerate(layers):
                 shapes = tuple((at, param.shape) for at, param in layer.named_parameters())
-                kinds.setdefault((shapes, getattr(layer, "attention_type", None)), layer)
-            *_, last = layers
-            setattr(module, name, nn.ModuleList({id(layer): layer for layer in (*kinds.values(), last)}.values()))
+                kinds[shapes, types[i], getattr(layer, "attention_type", None)] = i
+            kept = sorted(kinds.values())
+            setattr(module, name, nn.ModuleList(layers[i] for i in kept))
+            if any(types):  # the mask of a layer is found by its place in the list
+                config.layer_types = [types[i] for i in kept]
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:

@@ -154,6 +154,11 @@ TABLE = {
         )
         for act in ("silu", "gelu_tanh")
     },
+    "act_and_mul of two tensors": Row(
+        lambda gate, up: silu_and_mul.act_and_mul(gate, "gelu_tanh", up),
+        lambda gate, up: reference.act_and_mul(gate, "gelu_tanh", up),
+        lambda dtype, T, I: (inside(randn(T, I, dtype=dtype) * 2, 0, 5), inside(randn(T, I, dtype=dtype), I, 8)), WIDE,
+    ),
     "sigmoid_gate": Row(
         silu_and_mul.sigmoid_gate, reference.sigmoid_gate,
         lambda dtype, T, N: (randn(T, N, dtype=dtype), inside(randn(T, N, dtype=dtype) * 4, 5, N)), WIDE, overwrites=0,

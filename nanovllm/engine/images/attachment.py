@@ -61,7 +61,7 @@ class Images(Attachment):
         return all(x is not None for x, end in zip(self._pixels, self._first_rows[1:], strict=True) if end > first)
 
     def chunk_end(self, start: int, stop: int) -> int:
-        if not self._vision.num_whole:
+        if not self._vision.both_ways:
             return stop
         row = self._row[min(stop, len(self.token_ids))]
         num_cut = row - self._first_rows[np.searchsorted(self._first_rows, row, "right") - 1]

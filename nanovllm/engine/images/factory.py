@@ -70,8 +70,7 @@ def make_images(config: Config, tokenizer: AsyncTokenizer) -> Union["ImageLoader
         return Refusal("it was made with language_model_only=True")
     vision = VisionConfig.of(config)
     if vision is None:
-        other = config.model_config.family.unsupported
-        return Refusal(f"{other} are not supported for this model" if other else "this model has no vision tower")
+        return Refusal("this model has no vision tower")
     if missing := vision.missing():
         return Refusal(f"they need {missing}; pip install '.[vision]' in the checkout")
     if vision.num_whole > config.max_num_batched_tokens:

@@ -36,9 +36,9 @@ from nanovllm.models.vision import VisionConfig
 NO_LIMIT = 999  # images in a prompt
 SIDES = ("resized_height", "resized_width")  # size of an image in pixels
 MAX_PROCESSORS = 64  # processors that are kept, each with different options
-# Permits to decode and resize, for at most half of the cores; the other threads wait for files and hosts. If every core
-# were busy, the first pages would be late and the device would wait for launches (docs/experiments.md).
-CORES = threading.BoundedSemaphore(max(1, NUM_THREADS // 2))
+# Permits to decode and resize, for at most a quarter of the cores; the other threads wait for files and hosts. A
+# processor may start threads of its own, and with all cores busy, launches would be late (docs/experiments.md).
+CORES = threading.BoundedSemaphore(max(1, NUM_THREADS // 4))
 EXECUTORS: "weakref.WeakSet[ThreadPoolExecutor]" = weakref.WeakSet()  # executors of all engines
 
 
@@ -76,6 +76,11 @@ class Image:
         image, pixels = self._process()
         self.grid = loader.vision.grid(pixels)
         self.num_tokens = loader.vision.num_tokens(self.grid)
+        if loader.vision.both_ways and self.num_tokens > loader.max_tokens:
+            raise RequestError(
+                f"the image has {self.num_tokens} tokens, which attend each other both ways, and a launch takes "
+                f"{loader.max_tokens}; raise max_num_batched_tokens, or make the image smaller by mm_processor_kwargs."
+            )
         contents = source if isinstance(source, bytes) else b"%r" % (image.size,) + image.tobytes()
         name = json.dumps([options, self.grid.tolist()], sort_keys=True, default=str)
         self.digest = hashlib.blake2b(contents, digest_size=16, key=hashlib.md5(name.encode()).digest()).digest()
@@ -145,6 +150,7 @@ class ImageLoader(Attachments):
         self.placeholder = vision.family.text
         path, domains = config.allowed_local_media_path, tuple(map(str.lower, config.allowed_media_domains or ()))
         self.permissions = Permissions(Path(path).resolve() if path else None, domains)
+        self.max_tokens = config.max_num_batched_tokens
         self._limit = (config.limit_mm_per_prompt or {}).get("image", NO_LIMIT)
         self._options = options = {**vision.processor_options, **options_of(config.mm_processor_kwargs)}
         self.threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="nanovllm-images")

@@ -5,6 +5,7 @@ take 4 times the memory of levels, or 8 times if a patch has two frames. Threads
 and the launches. So threads stop at levels, and the tower looks up the numbers (``VisionTower``).
 """
 
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,8 @@ class ImageProcessor:
     """
 
     def __init__(self, model_path: str, options: dict[str, Any], vision: VisionConfig):
-        self.given, self._vision, self.table = make_processor(model_path, options), vision, None
+        self.given, self._vision = make_processor(model_path, options, vision.family.processor), vision
+        self.table = None
         try:
             self.table = self._table()
         except Exception:  # other processors may raise anything; they compute the numbers themselves
@@ -42,16 +44,18 @@ class ImageProcessor:
 
     def __call__(self, image: Any) -> dict[str, Any]:
         """The tensors of an RGB image. If they have a ``table``, ``pixel_values`` are levels: uint8 [n, 3, ...]."""
-        return self._run(image) if self.table is None else {**self._levels(image), "table": self.table}
+        return self.numbers(image) if self.table is None else {**self._levels(image), "table": self.table}
 
-    def _run(self, image: Any, **options: Any) -> dict[str, Any]:
-        return dict(self.given(images=[image], return_tensors="pt", **options))
+    def numbers(self, image: Any, **options: Any) -> dict[str, Any]:
+        """The tensors of an RGB image, all steps done."""
+        tensors = dict(self.given(images=[image], return_tensors="pt", **options))
+        return in_grid(tensors, self._vision) if "image_position_ids" in tensors else tensors
 
     def _levels(self, image: Any, **options: Any) -> dict[str, Any]:
         """Levels of an image, [1, 3, rows, columns], or of its patches, [n, 3, pixels]: further frames are copies."""
         import torch
 
-        tensors = self._run(image, **AS_LEVELS, **options)
+        tensors = self.numbers(image, **AS_LEVELS, **options)
         levels = tensors["pixel_values"].numpy()
         if levels.ndim == 2:
             levels = levels.reshape(len(levels), 3, -1, self._vision.patch_size**2)[:, :, 0]
@@ -70,26 +74,52 @@ class ImageProcessor:
         noise = np.random.default_rng(0).integers(0, 256, (2 * side + 3, 3 * side + 5, 3))
         ramp, noise = (Image.fromarray(pixels.astype(np.uint8)) for pixels in (ramp, noise))
         levels = self._levels(ramp, do_resize=False)["pixel_values"]
-        numbers = self._run(ramp, do_resize=False)["pixel_values"]
+        numbers = self.numbers(ramp, do_resize=False)["pixel_values"]
         if numbers.dim() == 2:
             numbers = numbers.view(len(levels), 3, -1, levels.shape[2])[:, :, 0]
         table = torch.zeros(3, 256)
         for channel in range(3):
             table[channel, levels[:, channel].long()] = numbers[:, channel]
-        numbers = self._run(noise)["pixel_values"]
+        numbers = self.numbers(noise)["pixel_values"]
         found = numbers_of(self._levels(noise)["pixel_values"], table, numbers.shape[1:])
         return table if torch.equal(found, numbers) else None
 
 
-def make_processor(model_path: str, options: dict[str, Any]) -> Any:
-    """transformers' image processor, based on torchvision or else PIL; raises TypeError for a wrong option."""
+def in_grid(tensors: dict[str, Any], vision: VisionConfig) -> dict[str, Any]:
+    """The tensors of one image from a processor that pads rows of patches (Gemma 4's), in the form of the others.
+
+    Patches [n, 3 * P * P] without padding, channels first, those of a token after each other; and their grid.
+    """
+    import torch
+
+    places, merge = tensors["image_position_ids"][0].numpy(), vision.merge_size
+    columns, rows = (places.max(axis=0) + 1).tolist()
+    if rows % merge or columns % merge:
+        raise ValueError(f"it has {rows} x {columns} patches, which make no squares of {merge} x {merge}")
+    patches = tensors["pixel_values"][0, : rows * columns].numpy()
+    patches = patches.reshape(rows // merge, merge, columns // merge, merge, vision.patch_size**2, 3)
+    patches = np.ascontiguousarray(patches.transpose(0, 2, 1, 3, 5, 4)).reshape(rows * columns, -1)
+    return {"pixel_values": torch.from_numpy(patches), "image_grid_thw": torch.tensor([[1, rows, columns]])}
+
+
+def make_processor(model_path: str, options: dict[str, Any], name: str = "") -> Any:
+    """transformers' image processor, based on torchvision or else PIL; raises TypeError for a wrong option.
+
+    ``name``: of its class for torchvision, in transformers.models; "": the checkpoint's.
+    """
     with LOADING_LOCK:
         from transformers import AutoImageProcessor
         from transformers.utils import is_torchvision_available
 
         backend = "torchvision" if is_torchvision_available() else "pil"
         try:
-            processor = AutoImageProcessor.from_pretrained(model_path, backend=backend, **options)
+            if name:
+                module, _, kind = name.rpartition(".")
+                kind += "" if backend == "torchvision" else "Pil"
+                given = getattr(import_module(f"transformers.models.{module}"), kind)
+                processor = given.from_pretrained(model_path, **options)
+            else:
+                processor = AutoImageProcessor.from_pretrained(model_path, backend=backend, **options)
         except Exception as error:
             if options:  # without options the processor is already loaded
                 raise TypeError(f"{error!s:.300}") from None

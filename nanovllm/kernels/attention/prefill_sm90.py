@@ -1,4 +1,4 @@
-"""Paged prefill attention for Hopper (sm_90), in Gluon, Triton's lower level: D 64 or 128. Legend: paging.py.
+"""Paged prefill attention for Hopper (sm_90), in Gluon, Triton's lower level: D 64, 128 or 256. Legend: paging.py.
 
 Persistent kernel: producer/consumer warp specialization, mbarrier full/empty rings (as FlashAttention-3,
 arXiv:2407.08608). Owns the kernel and the inputs it `supports`; prefill.py runs everything else.
@@ -299,7 +299,8 @@ def consumer(
         wait_group(0)
         fence_async_shared()
         thread_barrier()
-        q = my_q.load(q_operand).to(dtype)
+        # Heads of 256: q has no room in registers beside the accumulator.
+        q = my_q if HEAD_SIZE > 128 else my_q.load(q_operand).to(dtype)
         score_scale = scale_log2e
         if kv_scale_ptr is not None:
             score_scale *= gl.load(kv_scale_ptr + kv_head)
@@ -362,7 +363,7 @@ def consumer(
         if sinks_ptr is not None:
             heads = (WARPGROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, row_sum.type.layout))) % GQA_GROUP
             sinks = gl.load(sinks_ptr + kv_head * GQA_GROUP + heads).to(gl.float32)
-        # Prefetch the next q: all warps have read this one to registers, before the barriers above.
+        # Prefetch the next q: all warps have read this one, or their WGMMAs have, before the barriers above.
         t += 1
         next_head, next_token0, next_begin, next_end, next_p0 = pop_work_item(work_items, item_full, item_empty, t)
         if next_head >= 0:
@@ -528,6 +529,8 @@ def tiling(max_seqlen_q, head_size, is_fp8):
 
     With a converter and heads of 128 a consumer's registers hold the scores of 64 keys, not of 128.
     """
+    if head_size == 256:
+        return 64, 2
     block_n = 128 if max_seqlen_q >= 1024 and not (is_fp8 and head_size == 128) else 64
     return block_n, (256 // block_n) * (128 // head_size)
 
@@ -540,7 +543,7 @@ def supports(q, k_cache, max_seqlen_q, softcap=0.0):
         is_sm90(q.device)
         and q.element_size() == 2
         and k_cache.dtype in (q.dtype, E4M3)
-        and head_size in (64, 128)
+        and (head_size in (64, 128) or (head_size == 256 and k_cache.dtype == q.dtype))  # no room for e4m3 beside fp16
         and not softcap
         and gqa_group <= 16
         and max_seqlen_q * gqa_group > 64

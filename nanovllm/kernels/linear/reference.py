@@ -179,9 +179,12 @@ def to_e4m3(x):
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
-def act_and_mul(x, act="silu"):
-    """x [T, 2I] -> act(x[:, :I]) * x[:, I:], the activation rounded to x.dtype before the product."""
-    gate, up = x.chunk(2, dim=-1)
+def act_and_mul(x, act="silu", up=None):
+    """act(x) * up, both [T, I]; without `up` they are the halves of x [T, 2I].
+
+    The activation is rounded to x.dtype before the product.
+    """
+    gate, up = x.chunk(2, dim=-1) if up is None else (x, up)
     gate = F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh")  # computed in fp32, rounded once
     return gate * up
 

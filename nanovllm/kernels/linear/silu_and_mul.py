@@ -23,32 +23,34 @@ def launch_by_rows(kernel, num_columns, x, *args, **constants):
 
 @triton.jit
 def act_and_mul_kernel(
-    x_ptr,  # [T, 2I], tokens strided, written by the gate-up projection
+    gate_ptr, up_ptr,  # [T, I], tokens strided, often halves of the gate-up projection's result
     y_ptr,  # [T, I] contiguous, written here
-    x_stride,
+    gate_stride, up_stride,
     intermediate_size,
     ACT: tl.constexpr,
     BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
-):
+):  # fmt: skip
     pdl_launch_dependents(USE_PDL)
     pdl_wait(USE_PDL)
     token = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < intermediate_size
-    gate = tl.load(x_ptr + token * x_stride + offs, mask=mask, other=0.0)
-    up = tl.load(x_ptr + token * x_stride + intermediate_size + offs, mask=mask, other=0.0)
+    gate = tl.load(gate_ptr + token * gate_stride + offs, mask=mask, other=0.0)
+    up = tl.load(up_ptr + token * up_stride + offs, mask=mask, other=0.0)
     wide = gate.to(tl.float32)
     activated = activate(wide, ACT).to(gate.dtype)
     y = (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
     tl.store(y_ptr + token * intermediate_size + offs, y, mask=mask)
 
 
-def act_and_mul(x, act="silu"):
+def act_and_mul(x, act="silu", up=None):
     """See reference.act_and_mul."""
-    num_tokens, intermediate_size = len(x), x.shape[1] // 2
-    y = torch.empty((num_tokens, intermediate_size), dtype=x.dtype, device=x.device)
-    launch_by_rows(act_and_mul_kernel, intermediate_size, x, y, x.stride(0), intermediate_size, ACT=act)
+    gate, up = x.chunk(2, dim=-1) if up is None else (x, up)
+    num_tokens, size = gate.shape
+    assert up.shape == gate.shape and up.stride(1) == 1
+    y = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
+    launch_by_rows(act_and_mul_kernel, size, gate, up, y, gate.stride(0), up.stride(0), size, ACT=act)
     return y
 
 
