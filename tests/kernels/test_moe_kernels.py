@@ -529,6 +529,22 @@ def test_fp8_experts_of_published_shapes(shape, num_tokens):
     assert error < (0.01 if num_tokens <= dispatch.MAX_TOKENS_GEMV or not ON_HOPPER else 0.07)
 
 
+@pytest.mark.parametrize(("num_tokens", "sizes", "groups"), [
+    (1, (64, 5, 48), (0, 0)), (7, (128, 4, 64), (64, 32)),
+    *(gpu_param(n, (2688, 16, 1856), (0, 0)) for n in (1, 64, 2048)),
+])  # fmt: skip
+def test_fp8_experts_without_a_gate(num_tokens, sizes, groups):
+    """Nemotron-H's. On Hopper rows are quantized, also those of one token."""
+    problem = FP8Problem(num_tokens, *sizes, groups, routing=Routing(3, "sigmoid"), dtype=HALF)
+    up = problem.weights[0]
+    data, scale = (each[:, : each.shape[1] // 2].contiguous() for each in (up.data, up.scale))
+    problem.weights[0] = up._replace(data=data, scale=scale)
+    got = whole(problem.run(dispatch.fused_moe, add_residual=False, act="relu2")).float()
+    expected = problem.run(reference.fused_moe, add_residual=False, act="relu2").float()
+    error = ((got - expected).square().mean() / expected.square().mean()).sqrt()
+    assert error < (0.1 if ON_HOPPER else 0.01)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_fp8_experts_of_tokens_of_any_size(dtype):
