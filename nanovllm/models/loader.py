@@ -180,7 +180,9 @@ class WeightFiller:
 
         files = _weight_files(Path(path))
         if not files:
-            raise CheckpointError(f"{path} holds no *.safetensors file (other weight formats are not read).")
+            raise CheckpointError(
+                f"{path} holds no *.safetensors file (other weight formats are not read); is the download complete?"
+            )
         for file in files:
             try:
                 with open_tensors(file, "pt", self.device) as tensors:
