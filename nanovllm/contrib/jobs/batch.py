@@ -29,7 +29,7 @@ FREE = ("max_num_batched_tokens", "max_num_seqs", "gpu_memory_utilization", "ten
         "kvcache_block_size", "num_kvcache_blocks", "device", "attention_backend", "enable_prefix_caching",
         "trust_remote_code", "speculative_config", "allowed_local_media_path", "allowed_media_domains")  # fmt: skip
 USED = (*IMAGES, "custom_id", "id", "sampling_params", "body", "method", "url")  # columns, besides the options'
-SHOWN_BYTES = 1 << 20  # bytes at the beginning and end of each model file that go into the fingerprint
+WHOLE_BYTES = 64 << 20  # of larger files of a model, the fingerprint has a sample
 
 
 def run(args: Any) -> int:
@@ -111,7 +111,7 @@ def facts_of(args: Any, model_path: str, source: Input) -> dict[str, Any]:
     options = ("id_column", "prompt", "prompt_column", "messages_column", "chat", "chat_template_kwargs")
     given = {**{name: getattr(args, name) for name in options}, **args.engine, **args.sampling}
     return {
-        "model": args.model or "the demo model", "contents of the model": fingerprint(files, SHOWN_BYTES),
+        "model": args.model or "the demo model", "contents of the model": fingerprint(files, WHOLE_BYTES),
         "rows of the input": len(source.hashes), "contents of the input": fingerprint(source.files),
         **{"--" + name.replace("_", "-"): value for name, value in given.items() if name not in FREE},
     }  # fmt: skip
