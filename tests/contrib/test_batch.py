@@ -793,6 +793,26 @@ def test_a_model_that_is_changed_in_the_middle_of_its_file(tmp_path, stubbed, ca
     assert "  contents of the model: '" in error_of(capsys, source, out, "--model", model)
 
 
+@pytest.mark.parametrize(("option", "name"), [
+    ("--lora", "adapter_model.safetensors"), ("--lora", "adapter_config.json"), ("--tokenizer", "tokenizer.json"),
+    ("--tokenizer", "tokenizer.model"),
+])  # fmt: skip
+def test_an_adapter_or_tokenizer_that_is_changed(tmp_path, stubbed, capsys, option, name):
+    """Only its path was compared: an adapter trained again into its directory mixed the rows of two."""
+    given = tmp_path / "given"
+    given.mkdir()
+    (given / name).write_text("1")
+    argv = (write_jsonl(tmp_path / "in.jsonl", questions(3)), tmp_path / "out.jsonl", option, given)
+    assert batch(*argv) == 0 == batch(*argv)
+    (given / name).write_text("2")
+    assert f"  contents of {option}: '" in error_of(capsys, *argv)
+
+
+def test_a_tokenizer_that_is_not_loaded(tmp_path, stubbed):
+    source, out = write_jsonl(tmp_path / "in.jsonl", [{"id": "a", "prompt": [17, 4]}]), tmp_path / "out.jsonl"
+    assert batch(source, out, "--tokenizer", tmp_path / "nowhere", "--skip-tokenizer-init") == 0
+
+
 @pytest.mark.parametrize("start", (0, 1, 511 << 20, (1 << 30) - (5 << 20)))
 def test_a_large_file_is_sampled_evenly(tmp_path, start):
     """5 MiB of 1 GiB are seen wherever they are."""
