@@ -84,10 +84,11 @@ def test_tokenizer_of_another_model(make_config, tmp_path, monkeypatch):
     """It is found when the engine starts, without weights; the model's own revision is not its revision."""
     asked = []
 
-    def download(name, revision, cache_dir, allow_patterns):
+    def download(name, revision, cache_dir, allow_patterns, ignore_patterns):
         asked.append((name, revision, "*.safetensors" in allow_patterns))
         return str(tmp_path)
 
+    (tmp_path / "model.safetensors").touch()
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     config = make_config()
     assert config.tokenizer_path == config.model_path

@@ -29,6 +29,8 @@ from nanovllm.utils.checkpoint import open_tensors, read_json, tensor_names
 from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
 DIGEST_ROWS = 4096  # rows in memory at once, of an LM head or of the embedding that it should equal
+# beginnings of the names of files beside the weights: the same ones in Mistral's layout, an adapter, notes of macOS
+BESIDE = "consolidated", "adapter_model", "._"
 DUMMY_STD = 0.02  # standard deviation of random weights, as in transformers
 
 
@@ -180,7 +182,9 @@ class WeightFiller:
 
         files = _weight_files(Path(path))
         if not files:
-            raise CheckpointError(f"{path} holds no *.safetensors file (other weight formats are not read).")
+            raise CheckpointError(
+                f"{path} holds no *.safetensors file (other weight formats are not read); is the download complete?"
+            )
         for file in files:
             try:
                 with open_tensors(file, "pt", self.device) as tensors:
@@ -267,24 +271,35 @@ def load_model(model: Any, path: str, adapter: str | None = None, extra: Collect
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """The files that the index names, else all: other files may hold the same weights in other layouts.
+    """The files that the index names, else all that hold other tensors than ``model.safetensors``.
 
-    ``model.safetensors`` counts in any case: it may be newer than the index. A file stands for itself.
+    Other files may hold the same weights in other layouts. A file stands for itself.
+
+    Raises:
+        CheckpointError: a file of the index is missing, or ``model.safetensors`` has its tensors, too.
     """
     if path.exists() and not path.is_dir():
         return [path]
-    files, index = sorted(path.glob("*.safetensors")), path / "model.safetensors.index.json"
+    files, single = sorted(path.glob("*.safetensors")), path / "model.safetensors"
+    index = path / "model.safetensors.index.json"
     weight_map = read_json(index).get("weight_map") if index.is_file() else None
     names = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
     absent = names.difference(file.name for file in files)
     if absent == names:  # no index, or a stale one
         if names and not files:
             raise CheckpointError(f"{index} names {min(names)}, which is not there; is the download complete?")
-        # Mistral's own layout of the same weights, under other names
-        return [file for file in files if not file.name.startswith("consolidated")] or files
-    if absent and not (path / "model.safetensors").exists():
+        used = [file for file in files if not file.name.startswith(BESIDE)] or files
+        given = set(tensor_names(single)) if single in used else set()
+        # as transformers does, take model.safetensors where another file has the same tensors
+        return [file for file in used if file == single or given.isdisjoint(tensor_names(file))]
+    if absent and not single.exists():
         raise CheckpointError(f"{index} names {min(absent)}, which is not there; is the download complete?")
-    return [file for file in files if file.name in names or file.name == "model.safetensors"]
+    if single.name not in names and not set(tensor_names(single)).isdisjoint(weight_map):
+        raise CheckpointError(
+            f"{path} has the weights twice: in {single.name}, and in the files that {index.name} names, such as "
+            f"{min(names - absent)}. Remove the older: that file, or the index and its files."
+        )
+    return [file for file in files if file.name in names or file == single]
 
 
 def init_dummy_weights(model: nn.Module, seed: int) -> None:

@@ -5,6 +5,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -18,6 +19,8 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 MAX_JSON_BYTES = 256 << 20  # the largest published, an index of all tensors, has 10 MiB
 LOADING_LOCK = RLock()  # imported by two threads at once, transformers lacks its classes in one of them
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
+# copies of the weights that a hub's repository may have: in folders, and in Mistral's own layout
+UNREAD, MISTRALS = "*/*.safetensors", "consolidated*.safetensors"
 TEMPLATES = "additional_chat_templates"  # a folder that transformers reads
 ID = at_least(0)
 IDS = list_of(ID, "a token id or a list of them")
@@ -76,8 +79,12 @@ def resolve_model(
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     patterns = [*SMALL_FILES, "*.safetensors"] if weights else [*SMALL_FILES]
+    fetch = partial(snapshot_download, str(model), revision=revision, cache_dir=cache_dir, allow_patterns=patterns)
     try:
-        return snapshot_download(str(model), revision=revision, cache_dir=cache_dir, allow_patterns=patterns)
+        directory = fetch(ignore_patterns=[UNREAD, MISTRALS])
+        if weights and not any(Path(directory).glob("*.safetensors")):  # there may be no other layout
+            return fetch(ignore_patterns=[UNREAD])
+        return directory
     except LocalEntryNotFoundError:
         hub = "it is not in the local cache, and the hub cannot be reached (or HF_HUB_OFFLINE is set)."
         if option == "model":

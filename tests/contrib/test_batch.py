@@ -779,6 +779,63 @@ def test_another_model_is_refused(tmp_path, stubbed, capsys, make_checkpoint):
     assert "  contents of the model: '" in error_of(capsys, source, out, "--model", copy)
 
 
+def test_a_model_that_is_changed_in_the_middle_of_its_file(tmp_path, stubbed, capsys):
+    """Only the two ends were read: the job went on, and mixed the rows of two models."""
+    from nanovllm.utils.checkpoint import DEMO_MODEL
+
+    model = shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    out, source = tmp_path / "out.jsonl", write_jsonl(tmp_path / "in.jsonl", questions(3))
+    assert batch(source, out, "--model", model) == 0 == batch(source, out, "--model", model)
+    weights = model / "model.safetensors"
+    with weights.open("r+b") as file:
+        file.seek(weights.stat().st_size // 2)
+        file.write(b"\1")
+    assert "  contents of the model: '" in error_of(capsys, source, out, "--model", model)
+
+
+@pytest.mark.parametrize(("option", "name"), [
+    ("--lora", "adapter_model.safetensors"), ("--lora", "adapter_config.json"), ("--tokenizer", "tokenizer.json"),
+    ("--tokenizer", "tokenizer.model"),
+])  # fmt: skip
+def test_an_adapter_or_tokenizer_that_is_changed(tmp_path, stubbed, capsys, option, name):
+    """Only its path was compared: an adapter trained again into its directory mixed the rows of two."""
+    given = tmp_path / "given"
+    given.mkdir()
+    (given / name).write_text("1")
+    argv = (write_jsonl(tmp_path / "in.jsonl", questions(3)), tmp_path / "out.jsonl", option, given)
+    assert batch(*argv) == 0 == batch(*argv)
+    (given / name).write_text("2")
+    assert f"  contents of {option}: '" in error_of(capsys, *argv)
+
+
+def test_a_tokenizer_that_is_not_loaded(tmp_path, stubbed):
+    source, out = write_jsonl(tmp_path / "in.jsonl", [{"id": "a", "prompt": [17, 4]}]), tmp_path / "out.jsonl"
+    assert batch(source, out, "--tokenizer", tmp_path / "nowhere", "--skip-tokenizer-init") == 0
+
+
+@pytest.mark.parametrize("start", (0, 1, 511 << 20, (1 << 30) - (5 << 20)))
+def test_a_large_file_is_sampled_evenly(tmp_path, start):
+    """5 MiB of 1 GiB are seen wherever they are."""
+    path, size = tmp_path / "large", 1 << 30
+    with path.open("wb") as file:
+        file.truncate(size)  # takes no space
+    before = files.fingerprint([path], 1 << 20)
+    assert before == files.fingerprint([path], 1 << 20)
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(b"\1" * (5 << 20))
+    assert files.fingerprint([path], 1 << 20) != before
+
+
+@pytest.mark.parametrize("name", ("a.safetensors", "b.json"))
+def test_a_file_up_to_the_limit_is_hashed_whole(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(bytes(1 << 20))
+    before = files.fingerprint([path], 1 << 20)
+    path.write_bytes(bytes(1 << 19) + b"\1" + bytes((1 << 19) - 1))
+    assert files.fingerprint([path], 1 << 20) != before
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

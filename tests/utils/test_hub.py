@@ -28,6 +28,30 @@ def test_download(make_checkpoint, monkeypatch):
     assert not any("bin" in pattern or "pt" in pattern for pattern in options["allow_patterns"])
 
 
+@pytest.mark.parametrize(("others", "want"), [
+    (("model.safetensors", "consolidated.safetensors", "original/model.safetensors"), ["model.safetensors"]),
+    (("consolidated.safetensors", "original/model.safetensors"), ["consolidated.safetensors"]),  # the only ones
+    (("adapter_model.safetensors", "checkpoint-9/adapter_model.safetensors"), ["adapter_model.safetensors"]),
+    (("model.bin",), []),
+])  # fmt: skip
+def test_weights_are_downloaded_once(tmp_path, monkeypatch, others, want):
+    """Copies in folders, and in Mistral's own layout, came along: two or three times the bytes."""
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
+
+    def download(repo_id, allow_patterns, ignore_patterns=None, **options):
+        names = ("config.json", "1_Pooling/config.json", *others)
+        for name in filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve_model("someone/tiny") == str(tmp_path)
+    assert [str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*.safetensors")] == want
+    assert len(list(tmp_path.rglob("config.json"))) == 2  # small files come from folders, too
+
+
 @pytest.mark.parametrize("revision", [None, "v2"])
 def test_cache_without_a_network(make_checkpoint, tmp_path, monkeypatch, revision):
     """A model that was downloaded once is found in the hub's cache."""

@@ -1,5 +1,6 @@
 """From safetensors to parameters: merged layers, tying, several files, the shards of each rank, refusals."""
 
+import json
 import math
 import os
 import re
@@ -167,11 +168,36 @@ def test_one_file_beside_those_of_the_index(sharded):
     """Either may be the newer one: refused, unless the index is all that is left of the several."""
     path, whole = sharded
     shutil.copy(Path(whole) / "model.safetensors", path)
-    with pytest.raises(CheckpointError, match="is twice there"):
+    text = r"the weights twice: in model\.safetensors, and in the files .*index\.json names, such as model-00001-of-"
+    with pytest.raises(CheckpointError, match=text):
         load_model(build(path), path)
     for file in Path(path).glob("model-*.safetensors"):
         file.unlink()
     loaded(path)
+
+
+def test_one_file_that_adds_to_those_of_the_index(sharded):
+    path, whole = sharded
+    shards, index = Path(path), Path(path) / "model.safetensors.index.json"
+    last = sorted(shards.glob("model-*.safetensors"))[-1]
+    last.rename(shards / "model.safetensors")
+    files = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": {name: file for name, file in files.items() if file != last.name}}))
+    assert same(path, whole)
+
+
+@pytest.mark.parametrize("name", ("adapter_model", "pytorch_model", "model-00001-of-00001", "._model", "consolidated"))
+def test_a_file_beside_the_only_one(name, make_checkpoint, copy_of):
+    """As a trainer, a conversion or macOS leaves them: "twice there, or unknown to the model"."""
+    path = copy_of(make_checkpoint())
+    file = Path(path) / f"{name}.safetensors"
+    if name == "._model":
+        file.write_bytes(b"\0\5\x16\7")
+    elif name == "adapter_model":
+        save_file({"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(2, 64)}, file)
+    else:  # other numbers: model.safetensors is the model
+        save_file({name: torch.zeros_like(tensor) for name, tensor in tensors_of(path).items()}, file)
+    assert same(path, make_checkpoint())
 
 
 def test_an_unreadable_index(sharded):
@@ -354,6 +380,7 @@ def test_misshapen_tensor(tp, dim, name, shape, make_checkpoint, copy_of):
 
 
 UNREADABLE = r"model.safetensors cannot be read .*is the download complete"
+ABSENT = r"holds no \*\.safetensors file .*is the download complete"
 
 
 @pytest.mark.parametrize("name", ("model.safetensors", "model-00002-of-00002.safetensors"))
@@ -388,7 +415,7 @@ def test_a_model_without_the_prefix(in_another_file, tied, make_checkpoint, copy
 
 @pytest.mark.parametrize(("damage", "text"), [
     *((lambda file, size=size: file.write_bytes(file.read_bytes()[:size]), UNREADABLE) for size in (0, -100)),
-    (lambda file: file.rename(file.with_name("pytorch_model.bin")), r"holds no \*\.safetensors file"),
+    (lambda file: file.rename(file.with_name("pytorch_model.bin")), ABSENT),
 ], ids=["empty", "cut", "renamed"])  # fmt: skip
 def test_damaged_file(damage, text, make_checkpoint, copy_of):
     path = copy_of(make_checkpoint())

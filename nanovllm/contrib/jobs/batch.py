@@ -29,7 +29,8 @@ FREE = ("max_num_batched_tokens", "max_num_seqs", "gpu_memory_utilization", "ten
         "kvcache_block_size", "num_kvcache_blocks", "device", "attention_backend", "enable_prefix_caching",
         "trust_remote_code", "speculative_config", "allowed_local_media_path", "allowed_media_domains")  # fmt: skip
 USED = (*IMAGES, "custom_id", "id", "sampling_params", "body", "method", "url")  # columns, besides the options'
-SHOWN_BYTES = 1 << 20  # bytes at the beginning and end of each model file that go into the fingerprint
+SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")  # a model's files besides its weights
+WHOLE_BYTES = 64 << 20  # of larger files of a model, the fingerprint has a sample
 
 
 def run(args: Any) -> int:
@@ -106,15 +107,24 @@ def check_columns(args: Any, columns: list[str]) -> None:
 
 def facts_of(args: Any, model_path: str, source: Input) -> dict[str, Any]:
     """The facts that the output depends on, by name."""
-    patterns = ("*.json", "*.jinja", "*.safetensors")  # configuration and tokenizer, chat template, weights
-    files = [path for pattern in patterns for path in sorted(Path(model_path).glob(pattern))]
+    lora, tokenizer = args.engine.get("lora"), args.engine.get("tokenizer")
+    tokenizer = None if args.engine.get("skip_tokenizer_init") else tokenizer
+    contents = {"the model": model_contents(model_path)}
+    if lora is not None:
+        contents["--lora"] = model_contents(resolve_model(lora, option="lora"))
+    if tokenizer is not None:
+        contents["--tokenizer"] = model_contents(resolve_model(tokenizer, weights=False, option="tokenizer"), SMALL)
     options = ("id_column", "prompt", "prompt_column", "messages_column", "chat", "chat_template_kwargs")
     given = {**{name: getattr(args, name) for name in options}, **args.engine, **args.sampling}
     return {
-        "model": args.model or "the demo model", "contents of the model": fingerprint(files, SHOWN_BYTES),
+        "model": args.model or "the demo model", **{f"contents of {name}": each for name, each in contents.items()},
         "rows of the input": len(source.hashes), "contents of the input": fingerprint(source.files),
         **{"--" + name.replace("_", "-"): value for name, value in given.items() if name not in FREE},
     }  # fmt: skip
+
+
+def model_contents(path: str, patterns: tuple[str, ...] = (*SMALL, "*.safetensors")) -> str:
+    return fingerprint([file for pattern in patterns for file in sorted(Path(path).glob(pattern))], WHOLE_BYTES)
 
 
 def complete(args: Any, source: Input, todo: np.ndarray, output: Output, ends: np.ndarray) -> int:
