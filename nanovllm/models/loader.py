@@ -294,7 +294,7 @@ def _weight_files(path: Path) -> list[Path]:
         return [file for file in used if file == single or given.isdisjoint(tensor_names(file))]
     if absent and not single.exists():
         raise CheckpointError(f"{index} names {min(absent)}, which is not there; is the download complete?")
-    if single.name not in names and not set(tensor_names(single)).isdisjoint(weight_map):
+    if single.name not in names and not set(tensor_names(single)).isdisjoint(weight_map or ()):
         raise CheckpointError(
             f"{path} has the weights twice: in {single.name}, and in the files that {index.name} names, such as "
             f"{min(names - absent)}. Remove the older: that file, or the index and its files."
