@@ -320,6 +320,7 @@ def test_every_switch_is_tried(checkpoint):
         "family", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings",
         "rms_norm_eps", "tie_word_embeddings", "attention_scale", "layers", "moe", "num_nextn_predict_layers", "dtype",
         "eos_token_ids", "quant_method", "fp8", "recurrent", "scales",  # FalconH1, in tests/test_hybrids.py
+        "num_positions",  # test_tables_of_rope_end_at_max_model_len
         "has_lm_head", "num_labels", "activation", "label_tokens",  # tests/test_embed.py
     }  # fmt: skip
     of_layers = {field.name for field in fields(LayerConfig)}
