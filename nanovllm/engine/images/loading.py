@@ -36,9 +36,9 @@ from nanovllm.models.vision import VisionConfig
 NO_LIMIT = 999  # images in a prompt
 SIDES = ("resized_height", "resized_width")  # size of an image in pixels
 MAX_PROCESSORS = 64  # processors that are kept, each with different options
-# Permits to decode and resize, for at most a quarter of the cores; the other threads wait for files and hosts. A
-# processor may start threads of its own, and with all cores busy, launches would be late (docs/experiments.md).
-CORES = threading.BoundedSemaphore(max(1, NUM_THREADS // 4))
+# Permits to decode and resize, for a quarter of the cores (of 4 to 8: two); the other threads wait for files and hosts.
+# A processor may start threads of its own, and with all cores busy, launches would be late (docs/experiments.md).
+CORES = threading.BoundedSemaphore(max(1, min(2, NUM_THREADS // 2), NUM_THREADS // 4))
 EXECUTORS: "weakref.WeakSet[ThreadPoolExecutor]" = weakref.WeakSet()  # executors of all engines
 
 
