@@ -1,7 +1,7 @@
-"""Models with recurrent layers (Qwen3.5, Qwen3-Next, LFM2) against transformers: logits and greedy tokens.
+"""Models with recurrent layers (gated delta nets, short convolutions, Mamba-2) against transformers: logits, tokens.
 
-Tolerance in fp32: 1e-5 of the largest logit; measured 4e-7. ``kernels/test_gated_delta.py`` and
-``kernels/test_short_conv.py`` have the kernels, ``engine/test_snapshots.py`` the prefix cache of states.
+Tolerance in fp32: 1e-5 of the largest logit; measured 4e-7. ``kernels/`` has tests of each kind's kernels,
+``engine/test_snapshots.py`` of the prefix cache of states.
 """
 
 import json

@@ -86,7 +86,7 @@ class RecurrentStates(Part):
     def share(self, model: CausalLM, num_bytes: int) -> int:
         config, bytes_per_row = self._rank.config, self._row_bytes(model)
         self.num_rows = config.num_state_snapshots
-        if not config.enable_prefix_caching or not bytes_per_row:  # all its layers may be attention
+        if not config.enable_prefix_caching:
             self.num_rows = 0
         elif self.num_rows == -1:
             most = config.max_num_seqs * self._rank.max_blocks  # a snapshot needs its block

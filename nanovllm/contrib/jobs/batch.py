@@ -30,7 +30,7 @@ FREE = ("max_num_batched_tokens", "max_num_seqs", "gpu_memory_utilization", "ten
         "trust_remote_code", "speculative_config", "allowed_local_media_path", "allowed_media_domains")  # fmt: skip
 USED = (*IMAGES, "custom_id", "id", "sampling_params", "body", "method", "url")  # columns, besides the options'
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")  # a model's files besides its weights
-WHOLE_BYTES = 64 << 20  # of larger files of a model, the fingerprint has a sample
+WHOLE_BYTES = 64 << 20  # larger files of a model are sampled for the fingerprint
 
 
 def run(args: Any) -> int:

@@ -3,6 +3,8 @@
 A processor resizes 8-bit pixels, then turns each level of a channel into a number: rescaling and normalization. Numbers
 take 4 times the memory of levels, or 8 times if a patch has two frames. Threads that write so much slow down each other
 and the launches. So threads stop at levels, and the tower looks up the numbers (``VisionTower``).
+
+Gemma 4's processor pads its rows of patches; ``in_grid`` gives them the form of other processors.
 """
 
 from importlib import import_module
