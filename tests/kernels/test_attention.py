@@ -399,14 +399,14 @@ PREFILLS = [
     *(call(check_sm90_prefill, spans, group, D, dtype, n, gpu=True)
       for spans in SM90_SPANS for group in (1, 2, 3, 4, 5, 7, 8, 16) for D in (64, 128)
       for dtype, n in ((BF16, 256), (FP16, 128))),
-    *(call(check_sm90_prefill, spans, group, 256, dtype, n, window, gpu=True)
-      for spans in SM90_SPANS for group, dtype, n, window in (
+    *(call(check_sm90_prefill, spans, group, D, dtype, n, window, gpu=True)
+      for D in (256, 512) for spans in SM90_SPANS for group, dtype, n, window in (
           (1, BF16, 256, 0), (2, FP16, 64, 1000), (7, BF16, 256, 1000), (8, BF16, 256, 1), (16, FP16, 64, 0))),
     # shorter than a query tile, a key tile, many key tiles; the parts of the key loop in every combination
     *(call(check_sm90_prefill, spans, group, D, BF16, 256, window, gpu=True) for spans in SM90_SPANS
       for group, D, window in ((1, 64, 200), (2, 128, 1), (2, 128, 64), (2, 128, 1000), (7, 128, 100))),
     *(call(check_sm90_prefill, spans, group, D, BF16, 256, window, sinks=True, gpu=True) for spans in SM90_SPANS
-      for group, D, window in ((8, 64, 0), (8, 64, 128), (2, 128, 0), (7, 128, 100), (2, 256, 100))),
+      for group, D, window in ((8, 64, 0), (8, 64, 128), (2, 128, 0), (7, 128, 100), (2, 256, 100), (8, 512, 0))),
 ]  # fmt: skip
 
 
