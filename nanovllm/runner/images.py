@@ -172,6 +172,12 @@ class VisionPart(Part):
         self._features, self._cut = None, {}
         self._shifts_on_host[:] = UNKNOWN
 
+    def compile(self) -> None:
+        """Issue the launches of the tower for few image tokens, for a page and for the most."""
+        if self.tower is not None and self.tower.is_own:
+            for num_tokens in (16, 1024, self._most_tokens):
+                self.tower([self.tower.blank(num_tokens, self._rank.device)])
+
     # ---------------------------------------------------------------- memory
 
     def reserved_bytes(self, model: CausalLM) -> int:
@@ -203,6 +209,9 @@ class VisionLauncher(PrefillLauncher):
 
     def takes(self, batch: Batch, arrays: Arrays) -> bool:
         return ImagePart in batch.messages
+
+    def compile(self, model: CausalLM) -> None:
+        self._part.compile()
 
     def run(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
         model: Any = partial(self._part.forward, step.model)
