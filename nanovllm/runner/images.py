@@ -32,6 +32,7 @@ from nanovllm.runner.request_state import RequestState
 from nanovllm.sampling.feature import Arrays, Tensors
 
 MAX_PATCHES = 65536  # patches per call of the tower, unless one image has more: 1 to 3 GiB of activations
+COMPILED_SIZES = (2, 4, 8, 16, 32, 64, 128, 256, 1024)  # image tokens; products are chosen by their number
 UNKNOWN = np.iinfo(np.int32).min  # a shift on the device after an interrupted step
 
 
@@ -173,9 +174,9 @@ class VisionPart(Part):
         self._shifts_on_host[:] = UNKNOWN
 
     def compile(self) -> None:
-        """Issue the launches of the tower for few image tokens, for a page and for the most."""
+        """Issue the launches of the tower for small images, for a page and for the most patches."""
         if self.tower is not None and self.tower.is_own:
-            for num_tokens in (16, 1024, self._most_tokens):
+            for num_tokens in (*COMPILED_SIZES, self._most_tokens):
                 self.tower([self.tower.blank(num_tokens, self._rank.device)])
 
     # ---------------------------------------------------------------- memory
