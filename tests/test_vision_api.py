@@ -866,6 +866,28 @@ def test_options(path, pages):
             run(small, asks(PAGE, PAGE, text=ONE * 2), THREE)
 
 
+def test_a_size_takes_the_place_of_other_bounds(path, tmp_path):
+    """The file's bounds, or the engine's, replaced it, as in Qwen2.5-VL; and a request's bounds changed the engine's.
+
+    Processors write such bounds into the dictionary that they are given.
+    """
+    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "preprocessor_config.json"
+    with_bounds = json.loads(file.read_text()) | {"min_pixels": 64, "max_pixels": 2560}
+    file.write_text(json.dumps(with_bounds))
+    size, page = {"shortest_edge": 64, "longest_edge": 1000}, image(90, 90, 3)
+
+    def count(llm, **options):
+        (output,) = run(llm, asks(page, mm_processor_kwargs=options), THREE)
+        return output.prompt_token_ids.count(IMAGE)
+
+    with engine(str(tmp_path), mm_processor_kwargs={"max_pixels": 2000}) as llm:
+        assert [count(llm), count(llm, size=size), count(llm, size=size, max_pixels=300)] == [25, 9, 4]
+    with engine(str(tmp_path), mm_processor_kwargs={"size": size}) as llm:
+        assert [count(llm), count(llm, max_pixels=300), count(llm)] == [9, 4, 9]
+    assert size == {"shortest_edge": 64, "longest_edge": 1000}
+
+
 def test_engines_that_take_no_images(path, tmp_path, monkeypatch, answer):
     """And why; their text is as ever."""
     with engine(path) as llm:
