@@ -309,6 +309,25 @@ def test_an_expanded_prompt_may_come_back(checkpoint):
             llm.generate({**again, "prompt_token_ids": [IMAGE, 5]}, GREEDY, use_tqdm=False)
 
 
+@pytest.mark.parametrize(("counts", "why"), [
+    ((15, 24), None), ((14, 25), r"14 image placeholders \(token 190\) in a row at token 2, which do not fit image 0"),
+    ((24, 15), "9 .* at token 17, which do not fit image 1 of 24 tokens;"), ((15, 25), "25 .* at token 19, .* image 1 "),
+    ((16, 24), "1 .* at token 17, .* image 1 of"), ((40, 40), "25 .* at token 17, .* image 1 of"),
+])  # fmt: skip
+def test_an_expanded_prompt_has_the_tokens_of_each_image(checkpoint, counts, why):
+    """Features were put at wrong places, where a prompt was made with other options of the image processor."""
+    path, _, _ = checkpoint
+    first, second = counts
+    ids = [5, START, *[IMAGE] * first, END, START, *[IMAGE] * second, END, 7]
+    with engine(path) as llm:
+        given = {"prompt_token_ids": ids, "multi_modal_data": {"image": [PAGE, WIDE]}}
+        (output,) = llm.generate(given, GREEDY, use_tqdm=False)
+    if why is None:
+        assert output.outputs[0].finish_reason == "length" and output.prompt_token_ids == ids
+    else:
+        assert output.outputs[0].finish_reason == "error" and re.search(why, output.outputs[0].stop_reason)
+
+
 def test_a_sampled_placeholder_is_text(checkpoint):
     """It has the embedding of its id, and shares no block with an image."""
     path, _, twin = checkpoint

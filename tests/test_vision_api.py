@@ -415,6 +415,12 @@ def test_files_that_are_within_the_bounds():
         assert open_image(data).width >= 2480
 
 
+@pytest.mark.parametrize("source", [PILImage.new("RGB", (0, 5)), np.zeros((5, 0, 3), np.uint8)], ids=["PIL", "array"])
+def test_an_image_without_pixels_is_refused(llm, source):
+    """Gemma 3 saw a black square; other processors divided by zero."""
+    assert "the image is empty: it has 0 x " in why_of(run(llm, asks(source), THREE)[0])
+
+
 @pytest.mark.parametrize("limit", [10, None])
 def test_pils_own_limit_never_speaks(monkeypatch, limit):
     """It warned above 89 million pixels, where warnings may be errors, and raised at twice that."""

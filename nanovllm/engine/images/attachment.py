@@ -42,6 +42,8 @@ class Images(Attachment):
             prompt_ids = np.concatenate([first, *parts])
         elif num_placeholders < sum(sizes):
             raise wrong_count(vision, num_placeholders, len(images))
+        else:
+            check_places(vision, prompt_ids, [image.grid for image in images])
         self._vision, self._images, self.prompt_ids = vision, images, prompt_ids
         self._pixels: list[Pixels | None] = [None] * len(images)  # pixels of images that wait for the tower
         # Pixels that a batch holds. Several completions of the prompt may be in it: they share this object.
@@ -102,6 +104,23 @@ def wrong_count(vision: VisionConfig, num_placeholders: Any, num_images: int) ->
         f"the prompt has {num_placeholders} image placeholders (token {vision.image_token_id}) and {num_images} "
         "images; write one placeholder for each image."
     )
+
+
+def check_places(vision: VisionConfig, prompt_ids: np.ndarray, grids: list[np.ndarray]) -> None:
+    """Raise RequestError unless a prompt with all tokens of its images has those of each at its place."""
+    is_image, stop, marks = prompt_ids == vision.image_token_id, 0, [-1] * len(vision.family.marks)
+    for i, grid in enumerate(grids):
+        expected = vision.layout(grid, marks) == vision.image_token_id
+        start = stop + int(is_image[stop:].argmax())
+        stop = start + len(expected)
+        is_longer = i == len(grids) - 1 and is_image[stop : stop + 1].any()  # another image may follow at once
+        if is_longer or not np.array_equal(is_image[start:stop], expected):
+            num_given = int(np.append(is_image[start:], False).argmin())
+            raise RequestError(
+                f"the prompt has {num_given} image placeholders (token {vision.image_token_id}) in a row at token "
+                f"{start}, which do not fit image {i} of {vision.num_tokens(grid)} tokens; write one placeholder for "
+                "each image."
+            )
 
 
 def content_ids(digest: bytes, num_tokens: int) -> np.ndarray:
