@@ -138,7 +138,7 @@ class VisionPart(Part):
         known = self._cut
         new = {each.digest: each for each in rows if each.digest not in known}
         for group in groups(list(new.values()), self._most_tokens):
-            features = tower([each.pixels for each in group]).split([each.num_tokens for each in group])
+            features = tower([each.pixels.tensors for each in group]).split([each.num_tokens for each in group])
             known |= {each.digest: of_one for each, of_one in zip(group, features, strict=True)}
         self._cut = {each.digest: known[each.digest] for each in rows if each.stop < each.num_tokens}
         return torch.cat([known[each.digest][each.start : each.stop] for each in rows])
