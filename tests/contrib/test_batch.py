@@ -137,7 +137,9 @@ def test_texts_are_those_of_generate_and_errors_do_not_stop_a_job(tmp_path, caps
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out"])
 def test_the_end_line_counts_rows_that_max_tokens_cut(tmp_path, capsys, name):
-    """Nothing told of them, nor of JSON that was cut. Those of earlier runs count, too."""
+    """Nothing told of them, nor of JSON that was cut. Those of earlier runs count, too. JSON that ended by another
+    end-of-sequence token than the first one counted as cut.
+    """
     pytest.importorskip("llguidance")
     if name == "out":
         pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
@@ -152,6 +154,7 @@ def test_the_end_line_counts_rows_that_max_tokens_cut(tmp_path, capsys, name):
         row("whole", 20), row("cut", 3, ignore_eos=True), row("error", -5),
         row("cut answer", 2, structured_outputs=constraint), row("whole answer", 40, structured_outputs=constraint),
         row("stopped answer", 40, structured_outputs=constraint, stop=["many"]),
+        row("ended by <|endoftext|>", 40, structured_outputs={"choice": ["y"]}, logit_bias={"0": 99, "2": -99}),
         row("one of two cut", 30, n=2, temperature=1.0, structured_outputs={"choice": ["y", "y" * 200]}, logit_bias={}),
         {"custom_id": "line", "body": {**body, "max_tokens": 1}}, {"custom_id": "whole line", "body": body},
     ]  # fmt: skip
@@ -159,16 +162,18 @@ def test_the_end_line_counts_rows_that_max_tokens_cut(tmp_path, capsys, name):
     assert batch(*argv) == 3
     said = capsys.readouterr().err.splitlines()
     found = [record for file in files.Output(argv[1], False).files() for record in files.read(file)]
+    (ended,) = (record for record in found if record["custom_id"] == "ended by <|endoftext|>")
+    assert (ended["text"], ended["finish_reason"], ended["stop_reason"]) in (("y", "stop", 0), ("y", "stop", "0"))
     (two,) = (record["outputs"] for record in found if record["custom_id"] == "one of two cut")
     two = [each["finish_reason"] for each in (json.loads(two) if name == "out" else two)]
     num_cut, num_incomplete = 3 + ("length" in two), 2 + ("length" in two)
     cut = f"{num_cut} of them ended at max_tokens."
-    expected = [f"9 rows in {argv[1]}: 9 now, 0 before, 1 of them errors.",
+    expected = [f"10 rows in {argv[1]}: 10 now, 0 before, 1 of them errors.",
                 f"{cut} Structured outputs of the rows now that are incomplete: {num_incomplete}."]  # fmt: skip
     assert [line for line in said if " of them " in line and "cached" not in line] == expected
     assert batch(*argv) == 3
     assert capsys.readouterr().err.splitlines()[-2:] == [
-        f"9 rows in {argv[1]}: 0 now, 9 before, 1 of them errors.", cut
+        f"10 rows in {argv[1]}: 0 now, 10 before, 1 of them errors.", cut
     ]  # fmt: skip
 
 
