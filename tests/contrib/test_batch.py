@@ -500,6 +500,31 @@ def test_a_full_disk_writes_no_row_twice(tmp_path, stubbed, monkeypatch, capsys)
     assert [record["custom_id"] for record in read_jsonl(argv[1])] == [f"q{i}" for i in range(5)]
 
 
+@pytest.mark.parametrize("name", ["out.jsonl", "out"])
+def test_a_full_disk_is_told_with_the_output_and_the_rows_that_it_holds(tmp_path, stubbed, monkeypatch, capsys, name):
+    """The error named no file. Rows of a parquet part that was not written counted as there, or nothing was said."""
+    if name == "out":
+        pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
+    argv = write_jsonl(tmp_path / "in.jsonl", questions(5)), tmp_path / name
+    write, written = files.Output._write, []
+
+    def full(output, records, file):
+        written.append(records)
+        if len(written) > 2:
+            raise OSError(28, "No space left on device")
+        write(output, records, file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "PART_ROWS", 2)
+        patch.setattr(files.Output, "_write", full)
+        said = error_of(capsys, *argv)
+    num_there = 2 if name == "out.jsonl" else 4
+    assert f"{num_there} of 5 rows are in {argv[1]}; the same command goes on.\n" in said
+    assert said.endswith(f"nanovllm batch: error: [Errno 28] No space left on device: '{argv[1]}'\n")
+    assert batch(*argv) == 0
+    assert f"5 rows in {argv[1]}: {5 - num_there} now, {num_there} before" in capsys.readouterr().err
+
+
 def test_errors_are_kept_or_tried_again(tmp_path, stubbed, monkeypatch):
     out = tmp_path / "out.jsonl"
     argv = write_jsonl(tmp_path / "in.jsonl", [*questions(5), {"id": "bad"}]), out
