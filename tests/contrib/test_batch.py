@@ -688,6 +688,16 @@ def test_prompt_is_for_rows_that_have_an_image(tmp_path, stubbed, suffix):
     }  # fmt: skip
 
 
+def test_an_empty_cell_of_messages_is_none(tmp_path, stubbed):
+    """A CSV with prompts and conversations had errors in place of the answers to the prompts."""
+    talk = '"[{""role"": ""user"", ""content"": ""x""}]"'
+    (tmp_path / "in.csv").write_text(f"id,prompt,messages\na,2 + 3,\nb,,{talk}\nc\n")
+    assert batch(tmp_path / "in.csv", tmp_path / "out.jsonl") == 3
+    found = {record["custom_id"]: record["error"] for record in read_jsonl(tmp_path / "out.jsonl")}
+    assert found.pop("c")["message"] == "the row has neither 'prompt' nor 'messages'."
+    assert found == {"a": None, "b": None}
+
+
 def test_a_column_without_one_image(tmp_path, stubbed):
     """Parquet lost the column; a table without it may have one prompt for all rows."""
     parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")

@@ -100,7 +100,7 @@ def request_of(row: Row, args: Any) -> tuple[Any, dict[str, Any] | None, Samplin
 def plain_request(values: dict[str, Any], args: Any) -> tuple[Any, dict[str, Any], bool]:
     """Prompt or messages of a row, its parameters, and whether it is a chat."""
     own = as_object("sampling_params", from_json("sampling_params", values.get("sampling_params") or {}))
-    if (messages := values.get(args.messages_column)) is not None:
+    if (messages := values.get(args.messages_column)) not in (None, ""):  # "" is CSV's null
         return from_json(args.messages_column, messages), own, True
     prompt = values.get(args.prompt_column)
     if prompt is None or (prompt == "" and args.prompt):  # CSV's null
