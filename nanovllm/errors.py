@@ -73,7 +73,9 @@ class OutOfMemoryError(NanoVLLMError, RuntimeError):
 
 
 class EngineError(NanoVLLMError, RuntimeError):
-    """The engine was used after ``exit()`` or in a forked process, or ``generate`` while it was busy."""
+    """The engine was used after ``exit()``, while asleep, in a forked process or by two threads at once; or a step
+    failed, which dropped its requests.
+    """
 
 
 class WorkerError(NanoVLLMError, RuntimeError):

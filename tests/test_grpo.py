@@ -98,7 +98,9 @@ def trainer_of(model, **changes):
 
 
 def test_rollouts_without_trl():
-    """Weights are pushed once for each step; what cannot be honoured is refused."""
+    """Weights are pushed once for each step; what cannot be honoured is refused. A second ``train`` begins at step 0
+    again, and if the first had pushed at step 0 only, it sampled with the weights from before the first.
+    """
     from nanovllm.integrations.trl import rollout_func
 
     model = Reference(str(DEMO_MODEL)).model
@@ -116,6 +118,10 @@ def test_rollouts_without_trl():
                 chats[0], continue_final_message=True, return_dict=False
             )
         assert len(pushes) == 2
+        trainer.state = SimpleNamespace(global_step=1)  # as of another call of ``train``
+        for _ in range(2):
+            rollout(chats, trainer)
+        assert len(pushes) == 3
         with pytest.raises(ConfigError, match="tools and adapters"):
             rollout(chats, trainer_of(model, tools=[print]))
     with LLM(device="cpu", num_kvcache_blocks=64, quiet=True) as llm:

@@ -137,7 +137,9 @@ def test_texts_are_those_of_generate_and_errors_do_not_stop_a_job(tmp_path, caps
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out"])
 def test_the_end_line_counts_rows_that_max_tokens_cut(tmp_path, capsys, name):
-    """Nothing told of them, nor of JSON that was cut. Those of earlier runs count, too."""
+    """Nothing told of them, nor of JSON that was cut. Those of earlier runs count, too. JSON that ended by another
+    end-of-sequence token than the first one counted as cut.
+    """
     pytest.importorskip("llguidance")
     if name == "out":
         pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
@@ -152,6 +154,7 @@ def test_the_end_line_counts_rows_that_max_tokens_cut(tmp_path, capsys, name):
         row("whole", 20), row("cut", 3, ignore_eos=True), row("error", -5),
         row("cut answer", 2, structured_outputs=constraint), row("whole answer", 40, structured_outputs=constraint),
         row("stopped answer", 40, structured_outputs=constraint, stop=["many"]),
+        row("ended by <|endoftext|>", 40, structured_outputs={"choice": ["y"]}, logit_bias={"0": 99, "2": -99}),
         row("one of two cut", 30, n=2, temperature=1.0, structured_outputs={"choice": ["y", "y" * 200]}, logit_bias={}),
         {"custom_id": "line", "body": {**body, "max_tokens": 1}}, {"custom_id": "whole line", "body": body},
     ]  # fmt: skip
@@ -159,16 +162,18 @@ def test_the_end_line_counts_rows_that_max_tokens_cut(tmp_path, capsys, name):
     assert batch(*argv) == 3
     said = capsys.readouterr().err.splitlines()
     found = [record for file in files.Output(argv[1], False).files() for record in files.read(file)]
+    (ended,) = (record for record in found if record["custom_id"] == "ended by <|endoftext|>")
+    assert (ended["text"], ended["finish_reason"], ended["stop_reason"]) in (("y", "stop", 0), ("y", "stop", "0"))
     (two,) = (record["outputs"] for record in found if record["custom_id"] == "one of two cut")
     two = [each["finish_reason"] for each in (json.loads(two) if name == "out" else two)]
     num_cut, num_incomplete = 3 + ("length" in two), 2 + ("length" in two)
     cut = f"{num_cut} of them ended at max_tokens."
-    expected = [f"9 rows in {argv[1]}: 9 now, 0 before, 1 of them errors.",
+    expected = [f"10 rows in {argv[1]}: 10 now, 0 before, 1 of them errors.",
                 f"{cut} Structured outputs of the rows now that are incomplete: {num_incomplete}."]  # fmt: skip
     assert [line for line in said if " of them " in line and "cached" not in line] == expected
     assert batch(*argv) == 3
     assert capsys.readouterr().err.splitlines()[-2:] == [
-        f"9 rows in {argv[1]}: 0 now, 9 before, 1 of them errors.", cut
+        f"10 rows in {argv[1]}: 0 now, 10 before, 1 of them errors.", cut
     ]  # fmt: skip
 
 
@@ -495,6 +500,31 @@ def test_a_full_disk_writes_no_row_twice(tmp_path, stubbed, monkeypatch, capsys)
     assert [record["custom_id"] for record in read_jsonl(argv[1])] == [f"q{i}" for i in range(5)]
 
 
+@pytest.mark.parametrize("name", ["out.jsonl", "out"])
+def test_a_full_disk_is_told_with_the_output_and_the_rows_that_it_holds(tmp_path, stubbed, monkeypatch, capsys, name):
+    """The error named no file. Rows of a parquet part that was not written counted as there, or nothing was said."""
+    if name == "out":
+        pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
+    argv = write_jsonl(tmp_path / "in.jsonl", questions(5)), tmp_path / name
+    write, written = files.Output._write, []
+
+    def full(output, records, file):
+        written.append(records)
+        if len(written) > 2:
+            raise OSError(28, "No space left on device")
+        write(output, records, file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "PART_ROWS", 2)
+        patch.setattr(files.Output, "_write", full)
+        said = error_of(capsys, *argv)
+    num_there = 2 if name == "out.jsonl" else 4
+    assert f"{num_there} of 5 rows are in {argv[1]}; the same command goes on.\n" in said
+    assert said.endswith(f"nanovllm batch: error: [Errno 28] No space left on device: '{argv[1]}'\n")
+    assert batch(*argv) == 0
+    assert f"5 rows in {argv[1]}: {5 - num_there} now, {num_there} before" in capsys.readouterr().err
+
+
 def test_errors_are_kept_or_tried_again(tmp_path, stubbed, monkeypatch):
     out = tmp_path / "out.jsonl"
     argv = write_jsonl(tmp_path / "in.jsonl", [*questions(5), {"id": "bad"}]), out
@@ -656,6 +686,16 @@ def test_prompt_is_for_rows_that_have_an_image(tmp_path, stubbed, suffix):
         "the row has no image in 'image', and --prompt is for rows that have one; give it an image, or a prompt of its "
         "own."
     }  # fmt: skip
+
+
+def test_an_empty_cell_of_messages_is_none(tmp_path, stubbed):
+    """A CSV with prompts and conversations had errors in place of the answers to the prompts."""
+    talk = '"[{""role"": ""user"", ""content"": ""x""}]"'
+    (tmp_path / "in.csv").write_text(f"id,prompt,messages\na,2 + 3,\nb,,{talk}\nc\n")
+    assert batch(tmp_path / "in.csv", tmp_path / "out.jsonl") == 3
+    found = {record["custom_id"]: record["error"] for record in read_jsonl(tmp_path / "out.jsonl")}
+    assert found.pop("c")["message"] == "the row has neither 'prompt' nor 'messages'."
+    assert found == {"a": None, "b": None}
 
 
 def test_a_column_without_one_image(tmp_path, stubbed):

@@ -468,7 +468,8 @@ def as_prompt(prompt: Any) -> Any:
     if not isinstance(prompt, Mapping):
         return prompt
     for key, value in prompt.items():
-        if value and key not in (*PROMPT_KEYS, *IGNORED_KEYS):
+        is_given = hasattr(value, "dtype") or value  # a tensor has no truth value
+        if is_given and key not in (*PROMPT_KEYS, *IGNORED_KEYS):
             raise RequestError(f"a prompt with {key!r} is not supported by nanovllm; allowed: {PROMPT_KEYS}.")
     return {key: prompt[key] for key in PROMPT_KEYS if prompt.get(key) is not None}
 

@@ -23,7 +23,7 @@ def rollout_func(llm: LLM, sleep_level: int | None = None) -> Callable[[list, An
     Raises:
         ConfigError: a setting of the trainer cannot be honoured.
     """
-    pushed = -1  # step of the weights that the engine has
+    pushed: tuple[Any, int] = None, -1  # the trainer's state and its step, whose weights the engine has
 
     def rollout(prompts: list, trainer: Any) -> dict[str, list]:
         nonlocal pushed
@@ -36,9 +36,11 @@ def rollout_func(llm: LLM, sleep_level: int | None = None) -> Callable[[list, An
                 'LLM(logprobs_mode="processed_logprobs").'
             )
         llm.wake_up(["weights"])
-        if trainer.state.global_step != pushed or sleep_level == 2:
+        state, step = pushed
+        # another call of ``train`` has another state, whose steps begin at 0 again
+        if state is not trainer.state or step != trainer.state.global_step or sleep_level == 2:
             llm.update_weights(model.named_parameters())
-            pushed = trainer.state.global_step
+            pushed = trainer.state, trainer.state.global_step
         llm.wake_up()
         given = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
         given |= {"min_p": args.min_p or 0.0, "max_tokens": args.max_completion_length, "logprobs": 0}

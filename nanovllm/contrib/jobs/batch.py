@@ -156,8 +156,9 @@ def complete(args: Any, source: Input, todo: np.ndarray, output: Output, ends: n
                     bar.set_postfix_str(f"{tokens[2] / (perf_counter() - started):,.0f} tokens/s", refresh=False)
                     bar.update()
         finally:
-            if num_done < num_todo:
-                say(f"{num_before + num_done:,} of {num_rows:,} rows are in {output.path}; the same command goes on.")
+            if output.num_written < num_todo:  # rows of a part that could not be written are done again
+                num_there = num_before + output.num_written
+                say(f"{num_there:,} of {num_rows:,} rows are in {output.path}; the same command goes on.")
     if source.num_bytes() > size:
         say(f"IN has grown while the job ran; done are the {len(todo):,} rows that it held at the start.")
     num_errors, num_cut = counts[ERROR], counts[CUT]

@@ -62,7 +62,7 @@ def complete(args: Any, rows: Iterator[Row], rank: int = 0) -> Records:
                     try:
                         output = future.result()
                         record = record_of(of_row, output, params, args.model or "demo")
-                        incomplete = record["error"] is None and is_incomplete(output, params)
+                        incomplete = record["error"] is None and is_incomplete(output, params, llm.eos_token_ids)
                     except BaseException as error:  # its text, or its log-probabilities
                         yield error_record(of_row, as_request_error(error)), (0, 0, 0)
                         continue

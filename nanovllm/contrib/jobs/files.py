@@ -314,6 +314,7 @@ class Output:
         id_names = {"custom_id", *id_names} - {*ANSWER_COLUMNS}
         self._columns = *sorted(id_names), *ANSWER_COLUMNS
         self._integers = {"prompt_tokens", "completion_tokens"} | (id_names if ids_are_integers else set())
+        self.num_written = 0  # rows that this job has handed to the operating system
         self._rows: list[dict[str, Any]] = []  # rows of the part that is written next
         self._flushed_at = monotonic()
 
@@ -387,14 +388,20 @@ class Output:
 
     def _flush(self) -> None:
         rows, self._rows, self._flushed_at = self._rows, [], monotonic()
-        if self._file is not None:
-            self._write(rows, self._file)
-            self._file.flush()
-        elif rows:
-            parts = self.files()
-            number = int(parts[-1].stem.removeprefix("part-")) + 1 if parts else 0
-            with replacing(self.path / f"part-{number:06d}.parquet") as part:
-                self._write(rows, part)
+        try:
+            if self._file is not None:
+                self._write(rows, self._file)
+                self._file.flush()
+            elif rows:
+                parts = self.files()
+                number = int(parts[-1].stem.removeprefix("part-")) + 1 if parts else 0
+                with replacing(self.path / f"part-{number:06d}.parquet") as part:
+                    self._write(rows, part)
+        except OSError as error:  # such as a full disk; those of writes name no file
+            if error.errno is not None:
+                error.filename = error.filename or str(self.path)
+            raise
+        self.num_written += len(rows)
 
     def _write(self, records: Iterable[dict[str, Any]], file: Any) -> None:
         if not self.is_parquet:

@@ -8,6 +8,7 @@ import json
 import math
 import time
 from collections import deque
+from collections.abc import Container
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -99,7 +100,7 @@ def request_of(row: Row, args: Any) -> tuple[Any, dict[str, Any] | None, Samplin
 def plain_request(values: dict[str, Any], args: Any) -> tuple[Any, dict[str, Any], bool]:
     """Prompt or messages of a row, its parameters, and whether it is a chat."""
     own = as_object("sampling_params", from_json("sampling_params", values.get("sampling_params") or {}))
-    if (messages := values.get(args.messages_column)) is not None:
+    if (messages := values.get(args.messages_column)) not in (None, ""):  # "" is CSV's null
         return from_json(args.messages_column, messages), own, True
     prompt = values.get(args.prompt_column)
     if prompt is None or (prompt == "" and args.prompt):  # CSV's null
@@ -276,10 +277,13 @@ def end_of(record: dict[str, Any]) -> int:
     return CUT if any(each.get("finish_reason") == "length" for each in completions) else COMPLETE
 
 
-def is_incomplete(output: RequestOutput, params: SamplingParams) -> bool:
-    """Whether a structured output did not end by itself: at max_tokens, at a stop string, or at a repetition."""
-    are_whole = all(o.finish_reason == "stop" and o.stop_reason is None for o in output.outputs)
-    return params.structured_outputs is not None and not are_whole
+def is_incomplete(output: RequestOutput, params: SamplingParams, eos_token_ids: Container[int]) -> bool:
+    """Whether a structured output did not end by itself: at max_tokens, at a stop string or token, or at a repetition.
+
+    ``eos_token_ids``: a grammar allows them only where a text may end. The further ones are stop reasons.
+    """
+    ends = [(o.finish_reason, o.stop_reason is None or o.stop_reason in eos_token_ids) for o in output.outputs]
+    return params.structured_outputs is not None and any(end != ("stop", True) for end in ends)
 
 
 def split_of(output: CompletionOutput) -> dict[str, str]:

@@ -68,6 +68,8 @@ with pytest.raises(ValueError, match=r"lora_request=.* needs LLM\(enable_lora=Tr
     llm.generate("x", lora_request=LoRARequest("adapter", 1, "/path"))
 with pytest.raises(ValueError, match="a prompt dictionary cannot have 'multi_modal_data'"):
     llm.generate({"prompt": "x", "multi_modal_data": {"image": 1}})
+with pytest.raises(ValueError, match="a prompt with 'prompt_embeds' is not supported"):  # a tensor has no truth value
+    llm.generate({"prompt_embeds": torch.zeros(3, 8)})
 with pytest.raises(ValueError, match="3 prompts but 2 sampling_params"):
     llm.enqueue(["x", "y", "z"], [SamplingParams()] * 2)
 with pytest.raises(ValueError, match=r"the prompt has \d+ tokens"):
