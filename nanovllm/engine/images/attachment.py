@@ -107,7 +107,7 @@ def wrong_count(vision: VisionConfig, num_placeholders: Any, num_images: int) ->
 
 
 def check_places(vision: VisionConfig, prompt_ids: np.ndarray, grids: list[np.ndarray]) -> None:
-    """Raise RequestError unless a prompt with all tokens of its images has those of each at its place."""
+    """Raise RequestError unless the tokens of each image are together in a prompt that has all of them."""
     is_image, stop, marks = prompt_ids == vision.image_token_id, 0, [-1] * len(vision.family.marks)
     for i, grid in enumerate(grids):
         expected = vision.layout(grid, marks) == vision.image_token_id
