@@ -14,7 +14,6 @@ of 16, all experts are dequantized at each call, which is correct but slow.
 """
 
 import torch
-import torch.nn.functional as F
 
 from ...quantization.int4.numbers import MIN_TILE
 from ..launch import has_large_shared_memory, is_sm90
@@ -24,12 +23,11 @@ from ..linear.norm import SplitKPartials, quantize_tokens, rms_norm
 from ..linear.reference import Tokens, Weight
 from .gemv import down_rows, gate_up_rows
 from .grouped_gemm import grouped_config, grouped_gemm, scale_group, sum_rows
-from .route import group_rows, route, router_partials
+from .route import MAX_TOKENS_ROUTER, group_rows, route, router_partials
 from .unpack import padded, reordered
 
 # Measured on an H200 (docs/experiments.md, "Mixture of experts").
 MAX_TOKENS_GEMV = 4
-MAX_TOKENS_ROUTER = 256
 MAX_TOKENS_FP32 = 256  # keep the experts' results in fp32 up to here; beyond, the extra bytes cost too much
 
 
@@ -52,10 +50,9 @@ def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_u
     routed, routed_norm = (x, norm_weight) if router_norm_weight is None else (residual, router_norm_weight)
     if routed_norm is not None and num_tokens > 1:
         routed, routed_norm = rms_norm(routed, routed_norm, eps), None
-    if num_tokens <= MAX_TOKENS_ROUTER and routed_norm is None:
+    has_partials = num_tokens <= MAX_TOKENS_ROUTER or (in_fp32 and routed.element_size() == 2)
+    if has_partials and routed_norm is None:
         logits = router_partials(routed, router_weight, of_router)
-    elif in_fp32:
-        logits = F.linear(routed.float(), router_weight.float(), None if of_router is None else of_router.float())
     else:
         logits = fused_linear(routed, Weight(router_weight), of_router, routed_norm, eps)
     shared_gate = None if shared is None else (x, norm_weight if shared.gate is not None else None, eps, shared.gate)
