@@ -182,6 +182,22 @@ def test_route_with_extreme_logits():
         torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    "num_tokens, num_experts, num_channels, dtype",
+    [(3, 5, 600, torch.float32), (256, 40, 96, HALF), (257, 5, 600, HALF), (300, 130, 96, HALF),
+     *(gpu_param(n, *sizes, HALF) for n in (257, 16384) for sizes in ((128, 2688), (32, 2048), (256, 7168)))],
+)  # fmt: skip
+def test_router_partials(num_tokens, num_experts, num_channels, dtype, has_bias):
+    """Exact but for the rounding of sums in fp32: nothing is rounded to 16 bits."""
+    x, weight = randn(num_tokens, num_channels, dtype=dtype), randn(num_experts, num_channels, dtype=dtype)
+    bias = randn(num_experts, dtype=dtype) if has_bias else None
+    got = dispatch.router_partials(x, weight, bias)
+    assert got.dtype == torch.float32 and got.shape[1:] == (num_tokens, num_experts)
+    expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    torch.testing.assert_close(got.sum(0).double(), expected, rtol=0, atol=3e-6 * num_channels**0.5)
+
+
 class Problem:
     """Arguments of `fused_moe`. The router looks at the first E channels only, which `choose` sets."""
 

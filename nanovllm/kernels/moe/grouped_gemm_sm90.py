@@ -12,7 +12,6 @@ fixed and the host does not wait. A consumer without rows multiplies nothing.
 T tokens, E experts, k of a token, K input channels, N output features.
 """
 
-import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -85,7 +85,7 @@ def router_kernel(
 def router_partials(x, weight, bias=None):
     """Partial sums fp32 [SPLIT_K, T, E] of x [T, C] weight^T [+ bias], added by `route`.
 
-    Products of 16-bit numbers are exact in fp32, and so is their sum but for its rounding: no copies in fp32 are needed.
+    Products of 16-bit numbers are exact in fp32, so tokens and weights need no copies in fp32.
     """
     (num_tokens, num_channels), num_experts = x.shape, len(weight)
     assert x.is_contiguous() and weight.is_contiguous()
