@@ -29,6 +29,7 @@ from nanovllm.quantization.int4 import numbers as int4
 from . import DEVICE, EPS, rand, randn
 from .test_nvfp4_linear import make_weight as nvfp4_weight
 
+ON_HOPPER = DEVICE == "cuda" and is_sm90(torch.device("cuda"))
 # share of the largest value: routing weights, products of a few hundred channels, and the rounding of the result
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # Triton's interpreter multiplies no bf16 matrices
@@ -316,6 +317,29 @@ def test_experts_without_a_gate(num_tokens, dtype, sizes):
         assert isinstance(got, torch.Tensor)  # the next product of one token takes nothing else
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("act, C, E, I", [
+    ("silu", 64, 4, 64), ("relu2", 64, 4, 64),  # one step of channels
+    ("gelu_tanh", 192, 5, 320), ("relu2", 192, 5, 448), ("silu", 320, 200, 192), ("relu2", 2688, 16, 1856),
+])  # fmt: skip
+def test_many_rows_on_hopper(act, C, E, I, dtype, monkeypatch):
+    """Tiles that are not whole, experts without rows, and two experts with more than the others."""
+    if not ON_HOPPER:
+        pytest.skip("other GPUs have no such kernel")
+    module, calls = dispatch.grouped_gemm_sm90, []
+    original = module.grouped_gemm
+    monkeypatch.setattr(module, "grouped_gemm", lambda *args: calls.append(args) or original(*args))
+    num_tokens = 80 * E + 7
+    problem = Problem(num_tokens, C, E, I, Routing(2), dtype, padding=[0, 70, num_tokens - 1])
+    if act == "relu2":
+        problem.weights[0] = Weight(problem.gate_up[:, :I].contiguous())
+    problem.without_tokens(1, 2, padding=[0])
+    problem.residual[5 : num_tokens // 3, 3:5] += 20.0
+    problem.check(act=act)
+    assert len(calls) == 2
+
+
 @pytest.mark.parametrize("C, E, I", [(48, 6, 40), (72, 20, 24), (96, 5, 17)])
 def test_fused_moe_of_odd_sizes(C, E, I):
     Problem(7, C, E, I, Routing(3)).check()
@@ -419,7 +443,6 @@ def as_multiplied(x, weight):
     return tokens.data.float() * tokens.scale[:, None]
 
 
-ON_HOPPER = DEVICE == "cuda" and is_sm90(torch.device("cuda"))
 # C, E, I, groups: per feature; blocks; blocks that a shard cuts; fewer than 16 channels, or no multiple of them
 FP8_SHAPES = [
     (64, 16, 48, (0, 0)), (128, 8, 64, (64, 32)), (96, 5, 48, (32, 16)), (48, 3, 24, (16, 8)), (24, 3, 16, (0, 0)),

@@ -51,21 +51,22 @@ def add(a, b):
 
 
 @gluon.jit
-def find_tile(tile, counts, ends, num_tiles_n):
+def find_tile(tile, counts, ends, TILES_N: gl.constexpr):
     """(expert, its first row in the tile, its number of rows, tile_n)"""
-    is_before = ends <= tile // num_tiles_n
+    is_before = ends <= tile // TILES_N
     expert = gl.sum(is_before.to(gl.int32), 0)
     first = gl.max(gl.where(is_before, ends, 0), 0)
     last = gl.min(gl.where(is_before, 1 << 30, ends), 0)
     count = gl.max(gl.where(ends == last, counts, 0), 0)  # experts after it without rows have the same end
-    tile_m, tile_n = tile_coords(tile - first * num_tiles_n, last - first, num_tiles_n)
+    tile_m, tile_n = tile_coords(tile - first * TILES_N, last - first, TILES_N)
     return expert, tile_m * BLOCK_M, count, tile_n
 
 
 @gluon.jit
-def produce(pipeline, x_ptr, weight_desc, rows_ptr, counts_ptr, num_tokens, num_tiles_n,
-            NUM_EXPERTS: gl.constexpr, WIDTH: gl.constexpr, N: gl.constexpr, K: gl.constexpr, DIVISOR: gl.constexpr,
-            GATED: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def produce(pipeline, x_ptr, weight_desc, rows_ptr, counts_ptr, num_tokens,
+            TILES_N: gl.constexpr, HAS_HALF: gl.constexpr, NUM_EXPERTS: gl.constexpr, WIDTH: gl.constexpr,
+            N: gl.constexpr, K: gl.constexpr, DIVISOR: gl.constexpr, GATED: gl.constexpr,
+            STAGES: gl.constexpr):  # fmt: skip
     x_smem, weight_smem, full, empty = pipeline
     HALF: gl.constexpr = BLOCK_N // 2
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [PRODUCER_WARPS, 1], [1, 0])
@@ -73,21 +74,25 @@ def produce(pipeline, x_ptr, weight_desc, rows_ptr, counts_ptr, num_tokens, num_
     offs_k = gl.arange(0, STEP, layout=gl.SliceLayout(0, layout))
     counts, ends = load_counts(counts_ptr, NUM_EXPERTS, WIDTH)
     n = 0  # steps over all tiles
-    for tile in range(gl.program_id(0), gl.max(ends, 0) * num_tiles_n, gl.num_programs(0)):
-        expert, first, count, tile_n = find_tile(tile, counts, ends, num_tiles_n)
+    for tile in range(gl.program_id(0), gl.max(ends, 0) * TILES_N, gl.num_programs(0)):
+        expert, first, count, tile_n = find_tile(tile, counts, ends, TILES_N)
         rows_of_expert = rows_ptr + expert.to(gl.int64) * num_tokens
         row_1 = gl.load(rows_of_expert + gl.minimum(first + offs_m, count - 1)) // DIVISOR
         row_2 = gl.load(rows_of_expert + gl.minimum(first + CONSUMER_M + offs_m, count - 1)) // DIVISOR
         ptrs_1 = x_ptr + row_1.to(gl.int64)[:, None] * K + offs_k[None, :]
         ptrs_2 = x_ptr + row_2.to(gl.int64)[:, None] * K + offs_k[None, :]
+        is_whole = tile_n < (TILES_N - 1 if HAS_HALF else TILES_N)
         feature = expert * (2 * N if GATED else N) + tile_n * (HALF if GATED else BLOCK_N)
         for step in range(0, K, STEP):
             stage = n % STAGES
             mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(stage), BLOCK_N * LINE_BYTES)
+            mbarrier.expect(full.index(stage), BLOCK_N * LINE_BYTES, pred=is_whole)
+            if HAS_HALF:
+                mbarrier.expect(full.index(stage), HALF * LINE_BYTES, pred=tile_n == TILES_N - 1)
             weight = weight_smem.index(stage)
             tma_load(weight_desc, [feature, step], full.index(stage), weight.slice(0, HALF))
-            tma_load(weight_desc, [feature + (N if GATED else HALF), step], full.index(stage), weight.slice(HALF, HALF))
+            right = [feature + (N if GATED else HALF), step]
+            tma_load(weight_desc, right, full.index(stage), weight.slice(HALF, HALF), pred=is_whole)
             async_load(x_smem.index(stage * NUM_CONSUMERS), ptrs_1 + step)
             async_load(x_smem.index(stage * NUM_CONSUMERS + 1), ptrs_2 + step)
             copies_arrive(full.index(stage), increment_count=False)
@@ -110,65 +115,101 @@ def store_rows(staging, left, right, y_ptr, y_row, is_row, column, N: gl.constex
 
 
 @gluon.jit
-def consume(pipeline, staging, y_ptr, rows_ptr, counts_ptr, weights_ptr, num_tokens, num_tiles_n,
-            NUM_EXPERTS: gl.constexpr, WIDTH: gl.constexpr, N: gl.constexpr, K: gl.constexpr, TOP_K: gl.constexpr,
-            ACT: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr, CONSUMER: gl.constexpr):  # fmt: skip
+def accumulate(n, acc, pipeline, CONSUMER: gl.constexpr, first: gl.constexpr, last: gl.constexpr,
+               STAGES: gl.constexpr):  # fmt: skip
+    """Add the product of the channels from first to last; n: steps before. One MMA stays in flight."""
     x_smem, weight_smem, full, empty = pipeline
-    HALF: gl.constexpr = BLOCK_N // 2
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    store_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    for step in range(first, last, STEP):
+        stage = n % STAGES
+        mbarrier.wait(full.index(stage), (n // STAGES) & 1)
+        hopper.fence_async_shared()  # cp.async writes as the threads do, wgmma reads as the copy engine does
+        x = x_smem.index(stage * NUM_CONSUMERS + CONSUMER)
+        weight = weight_smem.index(stage).slice(0, acc.shape[1])
+        acc = hopper.warpgroup_mma(x, weight.permute((1, 0)), acc, is_async=True)
+        acc = hopper.warpgroup_mma_wait(1, [acc])
+        thread_barrier()
+        mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), pred=step > 0)  # the stage of the MMA before
+        n += 1
+    return n, acc
+
+
+@gluon.jit
+def consume(pipeline, staging, y_ptr, rows_ptr, counts_ptr, weights_ptr, num_tokens,
+            TILES_N: gl.constexpr, HAS_HALF: gl.constexpr, NUM_EXPERTS: gl.constexpr, WIDTH: gl.constexpr,
+            N: gl.constexpr, K: gl.constexpr, TOP_K: gl.constexpr, ACT: gl.constexpr, GATED: gl.constexpr,
+            STAGES: gl.constexpr, CONSUMER: gl.constexpr):  # fmt: skip
+    full, empty = pipeline[2], pipeline[3]
     counts, ends = load_counts(counts_ptr, NUM_EXPERTS, WIDTH)
     n = 0  # steps over all tiles
-    for tile in range(gl.program_id(0), gl.max(ends, 0) * num_tiles_n, gl.num_programs(0)):
-        expert, first, count, tile_n = find_tile(tile, counts, ends, num_tiles_n)
+    for tile in range(gl.program_id(0), gl.max(ends, 0) * TILES_N, gl.num_programs(0)):
+        expert, first, count, tile_n = find_tile(tile, counts, ends, TILES_N)
         first += CONSUMER * CONSUMER_M
-        if first < count:
-            rows_of_expert = rows_ptr + expert.to(gl.int64) * num_tokens
-            place = first + gl.arange(0, CONSUMER_M, layout=gl.SliceLayout(1, store_layout))
-            y_row = gl.load(rows_of_expert + gl.minimum(place, count - 1))
-            if ACT is None:
-                y_row = y_row % TOP_K * num_tokens + y_row // TOP_K
-                of_acc = first + gl.arange(0, CONSUMER_M, layout=gl.SliceLayout(1, half_layout))
-                share = gl.load(weights_ptr + gl.load(rows_of_expert + gl.minimum(of_acc, count - 1)))
-            acc = gl.zeros([CONSUMER_M, BLOCK_N], gl.float32, layout=acc_layout)
-            for step in range(0, K, STEP):
-                stage = n % STAGES
-                mbarrier.wait(full.index(stage), (n // STAGES) & 1)
-                hopper.fence_async_shared()  # cp.async writes as the threads do, wgmma reads as the copy engine does
-                x = x_smem.index(stage * NUM_CONSUMERS + CONSUMER)
-                acc = hopper.warpgroup_mma(x, weight_smem.index(stage).permute((1, 0)), acc, is_async=True)
-                # One MMA stays in flight; the stage of the previous one is empty.
-                acc = hopper.warpgroup_mma_wait(1, [acc])
-                thread_barrier()
-                mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), pred=step > 0)
-                n += 1
-            acc = hopper.warpgroup_mma_wait(0, [acc])
-            thread_barrier()
-            mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES))
-            left, right = split_halves(acc)
-            if GATED:
-                left, right = split_halves(act_and_mul(left, right, ACT))
-                store_rows(staging, left, right, y_ptr, y_row, place < count, tile_n * HALF, N, CONSUMER)
-            else:
-                for i in gl.static_range(2):
-                    half = left if i == 0 else right
-                    if ACT is None:
-                        half *= share[:, None]
-                    else:
-                        half = gl.maximum(half, 0.0)
-                        half *= half
-                    half_1, half_2 = split_halves(half)
-                    column = tile_n * BLOCK_N + i * HALF
-                    store_rows(staging, half_1, half_2, y_ptr, y_row, place < count, column, N, CONSUMER)
-        else:
+        y = (staging, y_ptr, rows_ptr + expert.to(gl.int64) * num_tokens, weights_ptr, num_tokens)
+        if first >= count:
             for _ in range(0, K, STEP):
                 mbarrier.wait(full.index(n % STAGES), (n // STAGES) & 1)
                 mbarrier.arrive(empty.index(n % STAGES))
                 n += 1
+        elif HAS_HALF and tile_n == TILES_N - 1:
+            n = multiply(n, pipeline, y, first, count, tile_n, N, K, TOP_K, ACT, GATED, STAGES, CONSUMER, BLOCK_N // 2)
+        else:
+            n = multiply(n, pipeline, y, first, count, tile_n, N, K, TOP_K, ACT, GATED, STAGES, CONSUMER, BLOCK_N)
 
 
-@gluon.jit(do_not_specialize=["num_tokens", "num_tiles_n"])
+@gluon.jit
+def multiply(n, pipeline, y, first, count, tile_n, N: gl.constexpr, K: gl.constexpr, TOP_K: gl.constexpr,
+             ACT: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr, CONSUMER: gl.constexpr,
+             COLUMNS: gl.constexpr):  # fmt: skip
+    """Multiply, and store, a consumer's rows of a tile with its first COLUMNS. n: steps before; returns those after."""
+    HALF: gl.constexpr = BLOCK_N // 2
+    empty = pipeline[3]
+    staging, y_ptr, rows_ptr, weights_ptr, num_tokens = y
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    store_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    # Loads that the epilogue needs, issued so early that none is waited for.
+    place = first + gl.arange(0, CONSUMER_M, layout=gl.SliceLayout(1, store_layout))
+    y_row = gl.load(rows_ptr + gl.minimum(place, count - 1))
+    of_acc = gl.minimum(first + gl.arange(0, CONSUMER_M, layout=gl.SliceLayout(1, half_layout)), count - 1)
+    row = gl.load(rows_ptr + of_acc)
+    acc = gl.zeros([CONSUMER_M, COLUMNS], gl.float32, layout=acc_layout)
+    EARLY: gl.constexpr = STEP if K > STEP else 0
+    n, acc = accumulate(n, acc, pipeline, CONSUMER, 0, EARLY, STAGES)
+    share = None
+    if ACT is None:
+        share = gl.load(weights_ptr + row)
+    n, acc = accumulate(n, acc, pipeline, CONSUMER, EARLY, K, STAGES)
+    acc = hopper.warpgroup_mma_wait(0, [acc])
+    thread_barrier()
+    mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES))
+    if ACT is None:
+        y_row = y_row % TOP_K * num_tokens + y_row // TOP_K
+    if GATED:
+        left, right = split_halves(acc)
+        left, right = split_halves(act_and_mul(left, right, ACT))
+        store_rows(staging, left, right, y_ptr, y_row, place < count, tile_n * HALF, N, CONSUMER)
+    elif COLUMNS == HALF:
+        store_half(acc, share, staging, y_ptr, y_row, place < count, tile_n * BLOCK_N, N, CONSUMER)
+    else:
+        left, right = split_halves(acc)
+        store_half(left, share, staging, y_ptr, y_row, place < count, tile_n * BLOCK_N, N, CONSUMER)
+        store_half(right, share, staging, y_ptr, y_row, place < count, tile_n * BLOCK_N + HALF, N, CONSUMER)
+    return n
+
+
+@gluon.jit
+def store_half(x, share, staging, y_ptr, y_row, is_row, column, N: gl.constexpr, CONSUMER: gl.constexpr):
+    """Store share * x, or without shares relu(x)^2."""
+    if share is not None:
+        x *= share[:, None]
+    else:
+        x = gl.maximum(x, 0.0)
+        x *= x
+    left, right = split_halves(x)
+    store_rows(staging, left, right, y_ptr, y_row, is_row, column, N, CONSUMER)
+
+
+@gluon.jit(do_not_specialize=["num_tokens"])
 def grouped_gemm_sm90_kernel(
     x_ptr,  # [*, K] contiguous, written by a kernel before
     weight_desc,  # [E * N, K], with GATED [E * 2 N, K], gate before up features, in blocks of [BLOCK_N / 2, STEP]
@@ -177,7 +218,8 @@ def grouped_gemm_sm90_kernel(
     weights_ptr,  # fp32 [T * k], only without ACT
     y_ptr,  # with ACT [T * k, N], else [k, T, N]; written here
     num_tokens,
-    num_tiles_n,
+    TILES_N: gl.constexpr,
+    HAS_HALF: gl.constexpr,  # the last of the tiles along N has at most half of the columns; not with GATED
     NUM_EXPERTS: gl.constexpr,
     WIDTH: gl.constexpr,  # a power of two, at least NUM_EXPERTS and 32
     N: gl.constexpr,
@@ -209,12 +251,12 @@ def grouped_gemm_sm90_kernel(
     DIVISOR: gl.constexpr = 1 if ACT is None else TOP_K
     gl.warp_specialize(
         [
-            (consume, (pipeline, staging, y_ptr, rows_ptr, counts_ptr, weights_ptr, num_tokens, num_tiles_n,
-                       NUM_EXPERTS, WIDTH, N, K, TOP_K, ACT, GATED, STAGES, ZERO)),
-            (consume, (pipeline, staging, y_ptr, rows_ptr, counts_ptr, weights_ptr, num_tokens, num_tiles_n,
-                       NUM_EXPERTS, WIDTH, N, K, TOP_K, ACT, GATED, STAGES, ONE)),
-            (produce, (pipeline, x_ptr, weight_desc, rows_ptr, counts_ptr, num_tokens, num_tiles_n,
-                       NUM_EXPERTS, WIDTH, N, K, DIVISOR, GATED, STAGES)),
+            (consume, (pipeline, staging, y_ptr, rows_ptr, counts_ptr, weights_ptr, num_tokens, TILES_N,
+                       HAS_HALF, NUM_EXPERTS, WIDTH, N, K, TOP_K, ACT, GATED, STAGES, ZERO)),
+            (consume, (pipeline, staging, y_ptr, rows_ptr, counts_ptr, weights_ptr, num_tokens, TILES_N,
+                       HAS_HALF, NUM_EXPERTS, WIDTH, N, K, TOP_K, ACT, GATED, STAGES, ONE)),
+            (produce, (pipeline, x_ptr, weight_desc, rows_ptr, counts_ptr, num_tokens, TILES_N,
+                       HAS_HALF, NUM_EXPERTS, WIDTH, N, K, DIVISOR, GATED, STAGES)),
         ],
         [4, PRODUCER_WARPS],
         [232, 40],
@@ -242,11 +284,13 @@ def grouped_gemm(x, weight, rows, counts, y, top_k, act=None, weights=None):
     num_outputs = num_features // 2 if is_gated else num_features
     assert x.data.is_contiguous() and weight.data.is_contiguous() and y.is_contiguous()
     width = BLOCK_N.value // 2
+    tile_outputs = width if is_gated else 2 * width
     launch(
         grouped_gemm_sm90_kernel, (num_sms(y.device),),
         x.data, descriptor(weight.data.view(-1, num_channels), width, STEP.value), rows, counts, weights, y,
-        rows.shape[1], triton.cdiv(num_outputs, width if is_gated else BLOCK_N.value),
-        NUM_EXPERTS=num_experts, WIDTH=max(32, triton.next_power_of_2(num_experts)), N=num_outputs, K=num_channels,
-        TOP_K=top_k, ACT=act, GATED=is_gated, STAGES=4, num_warps=4, **launch_options(y.device),
+        rows.shape[1], TILES_N=triton.cdiv(num_outputs, tile_outputs),
+        HAS_HALF=not is_gated and 0 < num_outputs % tile_outputs <= width, NUM_EXPERTS=num_experts,
+        WIDTH=max(32, triton.next_power_of_2(num_experts)), N=num_outputs, K=num_channels, TOP_K=top_k, ACT=act,
+        GATED=is_gated, STAGES=4, num_warps=4, **launch_options(y.device),
     )  # fmt: skip
     return y
