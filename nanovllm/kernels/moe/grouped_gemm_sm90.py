@@ -1,13 +1,13 @@
 """Gluon: the experts' products for many tokens on NVIDIA Hopper, persistent and warp-specialized, in 16 bits.
 
-Owns `grouped_gemm`, of the signature of grouped_gemm.py's; dispatch.py decides between them. The pipeline and the order
-of tiles are those of ../linear/prefill_gemm_sm90.py, except that an expert's rows are not neighbours in memory:
+Owns this `grouped_gemm`, and says what it `supports`; dispatch.py decides between it and grouped_gemm.py. Pipeline and
+order of tiles are those of ../linear/prefill_gemm_sm90.py, but an expert's rows are not neighbours in memory:
 
     producer (4 warps)             gathers 128 rows of x with cp.async, and loads 256 rows of the weight with TMA
     2 consumer warpgroups          64 rows by 256 features each: wgmma, the epilogue in registers, stores by rows
 
-Tiles exist only where an expert has rows: every warp counts them from the experts' numbers of rows, so the grid is
-fixed and the host does not wait. A consumer without rows multiplies nothing.
+Every warp finds a program's tiles from the experts' numbers of rows, so the grid is fixed (CUDA graphs). A consumer
+without rows multiplies nothing, and where at most 128 features are left, a tile has 128.
 
 T tokens, E experts, k of a token, K input channels, N output features.
 """
@@ -34,6 +34,7 @@ from ..linear.prefill_gemm_sm90 import (
 
 PRODUCER_WARPS = gl.constexpr(4)
 STEP = gl.constexpr(LINE_BYTES.value // 2)  # channels of a stage
+MAX_EXPERTS = 256  # more counts of rows spill the producer's 40 registers
 
 
 @gluon.jit
@@ -273,7 +274,7 @@ def supports(x, weight, y, bias, limit):
         and x.element_size() == 2
         and x.dtype == weight.data.dtype == y.dtype
         and num_channels % STEP.value == num_features % 16 == weight.data.data_ptr() % 16 == x.data_ptr() % 16 == 0
-        and num_experts <= 512
+        and num_experts <= MAX_EXPERTS
     )
 
 
