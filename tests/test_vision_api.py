@@ -143,7 +143,7 @@ def test_forms_of_an_image(llm, answer, pages, site, form):
     {"type": "image_url", "image_url": DATA_URL}, {"type": "input_image", "image_url": DATA_URL},
     {"type": "image", "image": PAGE}, {"type": "image", "image": np.array(PAGE)}, {"type": "image", "image": PNG},
     {"type": "image", "url": DATA_URL}, {"type": "image", "path": "page 1.png"},
-    {"type": "image", "base64": base64.b64encode(PNG).decode()},
+    {"type": "image", "base64": base64.b64encode(PNG).decode()}, {"type": "image", "base64": DATA_URL},
     {"image_url": DATA_URL}, {"image_url": {"url": DATA_URL, "detail": None}}, {"image": PAGE}, {"image_pil": PAGE},
     {"type": "image", "image_url": {"url": DATA_URL}}, {"type": None, "image": PNG, "text": "", "video": None},
     {"type": "image", "index": 0, "text": None, "image": PAGE, "url": None, "max_pixels": None},
