@@ -173,7 +173,7 @@ def model_config(raw: dict[str, Any], files: Sequence[Path] = ()) -> ModelConfig
             rope.check_head(size)
     if given["hidden_size_per_layer_input"] and given["vocab_size_per_layer_input"] != given["vocab_size"]:
         raise CheckpointError("config.json: vocab_size_per_layer_input must be vocab_size.")
-    act = {"mamba2": "silu"}.get(family.recurrent, "gelu_tanh" if given["hidden_size_per_layer_input"] else "")
+    act = "silu" if family.recurrent else "gelu_tanh" if given["hidden_size_per_layer_input"] else ""
     if act and not family.ungated and ACTIVATIONS[given["hidden_act"]] != act:
         raise CheckpointError(f"config.json: hidden_act={given['hidden_act']!r} is not supported here: only {act}.")
     # Qwen's recipe for yarn adds rope_scaling to a config.json and leaves max_position_embeddings

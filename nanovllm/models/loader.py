@@ -77,6 +77,11 @@ class WeightFiller:
         self._parts_of_model = {f"model.{name.split('.')[1]}." for name in params if name.startswith("model.")}
         is_tied = config.tie_word_embeddings and config.has_lm_head
         self._embedding = model.model.embed_tokens if is_tied else None
+        # tensors that transformers ties to it, by their names here
+        self._copies: Collection[str] = getattr(model, "copies_of_embedding", ())
+        self._tied: Any = None if self._embedding is None else self._embedding.weight
+        if self._copies:
+            self._tied = model.model.get_input_embeddings().weight
         self._head_digests: torch.Tensor | None = None
         self.device = str(next(iter(params.values())).device)
         self._adapter, self._changes = adapter, {} if adapter is None else self._read_adapter(adapter, base)
@@ -101,6 +106,10 @@ class WeightFiller:
                 self._head_digests = row_digests(mine, self._embedding.weight)
             return
         if not (name := self._name_here(tensor.name)):
+            return
+        if name in self._copies:
+            if self._only is None:
+                self._head_digests = row_digests(tensor.fit([*self._tied.shape]), self._tied)
             return
         if (whole := self._reader.take(name, tensor)) is None:
             return
@@ -199,9 +208,9 @@ class WeightFiller:
 
     def check_complete(self, source: str, advice: str = "") -> None:
         """Raises CheckpointError: a tensor is missing, or ``lm_head.weight`` is no copy of the tied embedding."""
-        if self._embedding is not None and self._head_digests is not None:
-            weight = self._embedding.weight
-            if not torch.equal(self._head_digests, row_digests(CheckpointTensor.of("", weight.detach()), weight)):
+        if self._head_digests is not None:
+            given = row_digests(CheckpointTensor.of("", self._tied.detach()), self._tied)
+            if not torch.equal(self._head_digests, given):
                 raise CheckpointError(
                     f"{source}: lm_head.weight is not the embedding, but config.json ties them. If the model has one "
                     'of its own, write "tie_word_embeddings": false into config.json.'
