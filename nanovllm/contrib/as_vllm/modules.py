@@ -19,6 +19,7 @@ from nanovllm.errors import EngineError
 
 VLLM_VERSION = "0.33.0"  # version of the interface offered here
 PATH = Path(__file__).resolve().parent / "path"  # holds a package ``vllm`` for child processes, and its version
+ROOT = str(Path(__file__).resolve().parents[3])  # holds nanovllm, which need not be installed
 
 # below vllm; the packages that these are in are there too
 LEAVES = """version envs sampling_params pooling_params beam_search outputs logprobs sequence inputs.data inputs.llm
@@ -168,4 +169,6 @@ def install() -> None:
     paths = [str(PATH), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     if str(PATH) not in sys.path:
-        sys.path.insert(1, str(PATH))  # a process that multiprocessing spawns gets this list
+        sys.path.insert(1, str(PATH))  # processes that multiprocessing or an engine starts get this list
+    if ROOT not in sys.path:
+        sys.path.append(ROOT)

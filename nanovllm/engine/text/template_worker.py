@@ -40,7 +40,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
@@ -52,6 +52,7 @@ LEFTOVER = 512 << 20  # if more bytes stay occupied after a request, the worker 
 CHUNK = 64  # conversations per request
 MAX_FORMS = 10_000
 START_SECONDS = 120.0  # for imports from a cold disk
+ROOT = str(Path(__file__).resolve().parents[3])  # holds nanovllm
 PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from nanovllm.engine.text.template_worker import serve; serve()"
 REQUEST = struct.Struct("<Q")  # number of bytes that follow
 REPLY = struct.Struct("<??Q")  # text or error; whether the worker is to be replaced; number of bytes that follow
@@ -68,6 +69,7 @@ class WorkerProcess:
 
     def __init__(self) -> None:
         path = [part for part in sys.path if isinstance(part, str)]
+        path.append(ROOT)  # it may be in the list as "", and the working directory may have changed
         try:  # detached from the terminal, whose Ctrl-C reaches every process of its group or console
             self._popen: Any = subprocess.Popen(
                 [sys.executable, "-c", PROGRAM, *path], stdin=subprocess.PIPE, stdout=subprocess.PIPE,

@@ -79,6 +79,19 @@ def test_an_installed_vllm_is_not_imported(tmp_path, as_module):
     assert lines == [*["nanovllm.contrib.as_vllm.llm"] * 2, "ran as __main__ with ['--flag', 'x']"]
 
 
+def test_a_checkout_that_is_not_installed_serves_chats(tmp_path):
+    """The script's directory takes the place of the checkout in sys.path, which the process of templates gets."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, vllm\nllm = vllm.LLM(sys.argv[1])\n"
+        "print(llm.chat([{'role': 'user', 'content': '2 + 3'}], vllm.SamplingParams(temperature=0))[0].outputs[0].text)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    argv = [sys.executable, "-m", "nanovllm.as_vllm", script, DEMO_MODEL]
+    done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "5\n", done.stderr
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [([], "usage: python -m nanovllm.as_vllm script.py"), (["none.py"], "there is no script 'none.py'")],
