@@ -137,10 +137,10 @@ def test_completions_of_a_prompt_are_preempted_together(checkpoint, caching):
     path, _, _ = checkpoint
     params = SamplingParams(seed=1, max_tokens=60, n=3, ignore_eos=True)
     options = {"enable_prefix_caching": caching, "max_model_len": 128}
-    prompts = [GIVEN[3], GIVEN[2]]
+    prompts = [GIVEN[3], GIVEN[0]]
     with engine(path, **options) as llm:
         expected = [[each.token_ids for each in output.outputs] for output in llm.generate(prompts, params, False)]
-    for budget in (16, 128):  # images are cut, or several completions are in a batch
+    for budget in (16, 70, 128):  # images are cut; or several completions are in a batch, the last one of them cut
         with engine(path, num_kvcache_blocks=128 // BLOCK, max_num_batched_tokens=budget, **options) as llm:
             crowded = [[each.token_ids for each in output.outputs] for output in llm.generate(prompts, params, False)]
             assert llm.scheduler.num_preemptions > 0

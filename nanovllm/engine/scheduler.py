@@ -130,7 +130,7 @@ class Scheduler:
         self.admission.begin()
         while budget > 0 and self.waiting:
             seq = self.waiting[0]
-            if seq.req_idx < 0 and not blocks.is_ready(seq):
+            if not blocks.is_ready(seq):
                 break
             num_reserved = self.admission.reserve(seq)
             if seq.req_idx < 0:

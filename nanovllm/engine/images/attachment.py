@@ -63,7 +63,7 @@ class Images(Attachment):
         for i, (image, end) in enumerate(zip(self._images, self._first_rows[1:], strict=True)):
             if end > first and self._pixels[i] is None:
                 try:
-                    self._pixels[i] = image.pixels_if_loaded()
+                    self._pixels[i] = self._launched.get(i) or image.pixels_if_loaded()
                 except BaseException as error:  # their user has closed the PIL image
                     self.failure = str(as_request_error(error))
                     return False
@@ -88,7 +88,7 @@ class Images(Attachment):
                 assert pixels is not None, "is_ready was false"
                 of_image = int(max(first - begin, 0)), int(min(last, end) - begin)
                 rows.append(ImageRows(image.digest, image.num_tokens, *of_image, pixels))
-                self._launched[i], self._pixels[i] = pixels, pixels
+                self._launched[i] = pixels
                 if end <= last:  # after a preemption they are loaded again
                     self._pixels[i] = image.pixels = None
         if self._positions is None:
