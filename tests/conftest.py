@@ -1,7 +1,6 @@
 """Fixtures of all tests: tiny random Qwen3 checkpoints made by transformers, engines on them, and their oracle."""
 
 import gc
-import inspect
 import json
 import multiprocessing.util
 import os
@@ -10,6 +9,7 @@ import sys
 import tempfile
 from collections import Counter
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -169,26 +169,37 @@ def forked_workers():
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter():
-    """Triton's interpreter looks through all names of its language at each call of a function by a kernel.
+    """Half of the time of interpreted kernels went to three things of Triton's interpreter, which are not needed.
 
-    That took a third of the kernels' tests' time. It looks for builtins, which are the same ones each time.
+    At each call of a function by a kernel it patches the language, which is patched already; it makes a table of types
+    for each operation; and it computes each addition of integers again in 64 bits, to find overflows, which compiled
+    kernels do not: this stays at night.
     """
     interpreter = sys.modules.get("triton.runtime.interpreter")
-    if not hasattr(interpreter, "_patch_builtin"):  # not there, or of another version
+    if not hasattr(interpreter, "_LangPatchScope"):  # not there, or of another version
         yield
         return
-    is_builtin, patch_attr, known = interpreter.tl.core.is_builtin, interpreter._patch_attr, {}
+    tl, patch_lang, np_dtype = interpreter.tl, interpreter._patch_lang, interpreter._get_np_dtype
+    languages, dtypes = {}, {}  # by module of the function, by type
 
-    def patch_builtin(language, builder, *scope):
-        if language not in known:  # nothing is patched yet
-            known[language] = [name for name, member in inspect.getmembers(language) if is_builtin(member)]
-        for name in known[language]:
-            member = getattr(language, name)
-            if is_builtin(member):
-                patch_attr(language, name, member, builder, *scope)
+    def patch_lang_once(fn):
+        if (module := fn.__module__) not in languages:
+            languages[module] = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+        known = languages[module]
+        if not known or any(tl.core.is_builtin(language.program_id) for language in known):
+            return patch_lang(fn)
+        return interpreter._LangPatchScope()
+
+    def known_np_dtype(dtype):
+        if (key := str(dtype.scalar)) not in dtypes:
+            dtypes[key] = np_dtype(dtype)
+        return dtypes[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_builtin", patch_builtin)
+        patch.setattr(interpreter, "_patch_lang", patch_lang_once)
+        patch.setattr(interpreter, "_get_np_dtype", known_np_dtype)
+        builder = interpreter.interpreter_builder
+        patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=histories.ALL))
         yield
 
 
