@@ -73,8 +73,9 @@ class OutOfMemoryError(NanoVLLMError, RuntimeError):
 
 
 class EngineError(NanoVLLMError, RuntimeError):
-    """The engine was used after ``exit()``, while asleep, in a forked process or by two threads at once; or a step
-    failed, which dropped its requests.
+    """The engine cannot be used: it has ended, sleeps, or belongs to another process or thread.
+
+    Or a step failed, which dropped its requests.
     """
 
 

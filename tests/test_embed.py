@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import OnUpdate, generate, greedy, run_ahead, use_graphs_on_cpu
 from leaks import check_is_empty
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
@@ -141,7 +142,8 @@ def test_a_checkpoint_without_normalize(qwen3, make_llm, tmp_path):
     check(llm.embed(PROMPTS, normalize=True), model)
 
 
-BARE = ["qwen3", "qwen2", "mistral-nemo", "llama-tied-biased", "granite", "gemma3", "mixtral", "qwen3.5"]
+BARE = ["qwen3", "qwen2", "mistral-nemo", "llama-tied-biased", "granite", "gemma3", "mixtral", "qwen3.5", "lfm2",
+        "falcon-h1", "nemotron-h"]
 
 
 @pytest.mark.parametrize("case", BARE)
@@ -166,6 +168,28 @@ def test_decoders_without_a_head(case, make_llm, tmp_path):
     for path in ("whole", "bare"):
         (output,) = make_llm(model=str(tmp_path / path)).embed([PROMPTS[2]], normalize=False)
         assert np.abs(output.embedding - state).max() < TOLERANCE * np.abs(state).max()
+
+
+@pytest.mark.parametrize("beside", ["adapter", "shard of the embedding"])
+def test_a_decoder_without_a_head_in_several_files(beside, make_llm, tmp_path):
+    """The first file by name held no decoder layer, so a tied model counted as one with a head."""
+    model = families.make(tmp_path / "whole", "llama-tied-biased")
+    model.model.save_pretrained(tmp_path / "bare")
+    config, file = tmp_path / "bare" / "config.json", tmp_path / "bare" / "model.safetensors"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "architectures": [type(model).__name__]}))
+    if beside == "adapter":
+        lora = {"base_model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.zeros(2, 2)}
+        save_file(lora, tmp_path / "bare" / "adapter_model.safetensors")
+    else:
+        tensors = load_file(file)
+        embedding = {"embed_tokens.weight": tensors.pop("embed_tokens.weight")}
+        for name, shard in (("model-00001-of-00002", embedding), ("model-00002-of-00002", tensors)):
+            save_file(shard, tmp_path / "bare" / f"{name}.safetensors")
+        file.unlink()
+    llm = make_llm(model=str(tmp_path / "bare"))
+    check(llm.embed(PROMPTS), model)
+    with pytest.raises(RequestError, match="this model has no LM head"):
+        llm.generate([[5, 6]], use_tqdm=False)
 
 
 # -------------------------------------------------------------------- heads

@@ -186,6 +186,7 @@ def test_published_form(case, architecture, checkpoint, expected, make_llm, tmp_
 @pytest.mark.parametrize(("field", "value"), [
     ("attn_output_gate", False), ("output_gate_type", "sigmoid"), ("layer_scale", True),
     ("mamba_ssm_dtype", "bfloat16"), ("linear_num_value_heads", 5), ("layer_types", ["mamba"] * 4),
+    ("hidden_act", "gelu_pytorch_tanh"), ("linear_conv_kernel_dim", 1),
 ])  # fmt: skip
 def test_fields_that_change_the_numbers_are_refused(field, value, checkpoint, tmp_path):
     path = families.copied(checkpoint("qwen3.5")[0], tmp_path, **{field: value})

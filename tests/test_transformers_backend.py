@@ -402,6 +402,28 @@ def test_a_missing_tensor_is_no_random_one(tmp_path):
         start(tmp_path)
 
 
+def test_a_head_of_its_own_in_a_tied_model_is_refused(tmp_path):
+    """transformers then computes with the head; it was passed over, and the embedding taken in its place."""
+    save("Arcee", tmp_path, tie_word_embeddings=True)
+    expected = tokens(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file({**tensors, "lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
+    assert tokens(tmp_path) == expected  # a copy of the embedding
+    head[V - 1, 0] += 1
+    save_file({**tensors, "lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is not the embedding"):
+        start(tmp_path)
+
+
+def test_an_end_token_that_is_none_is_refused(tmp_path):
+    save("Arcee", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "eos_token_id": -1}))
+    with pytest.raises(CheckpointError, match="eos_token_id=-1 must be a token id"):
+        start(tmp_path)
+
+
 def test_an_old_transformers_is_refused(tmp_path, monkeypatch):
     save("Arcee", tmp_path)
     monkeypatch.setattr("transformers.__version__", "4.57.1")  # several copies are imported

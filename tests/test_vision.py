@@ -131,6 +131,46 @@ def test_preempted(checkpoint, monkeypatch):
         assert tokens(llm.generate(given, params, use_tqdm=False)) == crowded
 
 
+@pytest.mark.parametrize("caching", [False, True])
+def test_completions_of_a_prompt_are_preempted_together(checkpoint, caching):
+    """They share the pixels, and the first one of a batch dropped them: the engine stopped."""
+    path, _, _ = checkpoint
+    params = SamplingParams(seed=1, max_tokens=60, n=3, ignore_eos=True)
+    options = {"enable_prefix_caching": caching, "max_model_len": 128}
+    prompts = [GIVEN[3], GIVEN[2]]
+    with engine(path, **options) as llm:
+        expected = [[each.token_ids for each in output.outputs] for output in llm.generate(prompts, params, False)]
+    for budget in (16, 128):  # images are cut, or several completions are in a batch
+        with engine(path, num_kvcache_blocks=128 // BLOCK, max_num_batched_tokens=budget, **options) as llm:
+            crowded = [[each.token_ids for each in output.outputs] for output in llm.generate(prompts, params, False)]
+            assert llm.scheduler.num_preemptions > 0
+        assert crowded == expected
+
+
+def test_an_image_that_cannot_be_loaded_again(checkpoint, monkeypatch):
+    """Its request ends, and the others go on. The engine raised the error in each step."""
+    path, _, _ = checkpoint
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    options = {"enable_prefix_caching": False, "max_model_len": 128}
+    image, processed, original = PAGE.copy(), [], loading.ImageLoader.process
+
+    def process(self, *args):
+        processed.append(original(self, *args))
+        if len(processed) == 2:  # both are loaded
+            image.close()
+        return processed[-1]
+
+    monkeypatch.setattr(loading.ImageLoader, "process", process)
+    given = [GIVEN[3], {**GIVEN[3], "multi_modal_data": {"image": [image]}}]
+    with engine(path, num_kvcache_blocks=128 // BLOCK, **options) as llm:
+        for _ in range(2):
+            good, bad = llm.generate(given, params, use_tqdm=False)
+            assert llm.scheduler.num_preemptions > 0 and bad.outputs[0].finish_reason == "error"
+            assert "A PIL image must stay open until its request is finished." in bad.outputs[0].stop_reason
+            assert good.outputs[0].finish_reason == "length" and len(good.outputs[0].token_ids) == 60
+        assert llm.is_finished() and not llm.scheduler.waiting
+
+
 def test_pixels_are_bounded(checkpoint, monkeypatch):
     """Beyond the bound they are dropped, and made again when their turn comes; at the end none is left."""
     path, expected, _ = checkpoint
@@ -267,6 +307,25 @@ def test_an_expanded_prompt_may_come_back(checkpoint):
         assert re.search(r"\d+ image placeholders .* and 2 images", cut.outputs[0].stop_reason)
         with pytest.raises(RequestError, match=r"1 image placeholders .* and 2 images"):
             llm.generate({**again, "prompt_token_ids": [IMAGE, 5]}, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize(("counts", "why"), [
+    ((15, 24), None), ((14, 25), r"14 image placeholders \(token 190\) in a row at token 2, which do not fit image 0"),
+    ((24, 15), "9 .* at token 17, which do not fit image 1 of"), ((15, 25), "25 .* at token 19, .* image 1 "),
+    ((16, 24), "1 .* at token 17, .* image 1 of"), ((40, 40), "25 .* at token 17, .* image 1 of"),
+])  # fmt: skip
+def test_an_expanded_prompt_has_the_tokens_of_each_image(checkpoint, counts, why):
+    """Features were put at wrong places, where a prompt was made with other options of the image processor."""
+    path, _, _ = checkpoint
+    first, second = counts
+    ids = [5, START, *[IMAGE] * first, END, START, *[IMAGE] * second, END, 7]
+    with engine(path) as llm:
+        given = {"prompt_token_ids": ids, "multi_modal_data": {"image": [PAGE, WIDE]}}
+        (output,) = llm.generate(given, GREEDY, use_tqdm=False)
+    if why is None:
+        assert output.outputs[0].finish_reason == "length" and output.prompt_token_ids == ids
+    else:
+        assert output.outputs[0].finish_reason == "error" and re.search(why, output.outputs[0].stop_reason)
 
 
 def test_a_sampled_placeholder_is_text(checkpoint):

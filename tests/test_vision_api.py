@@ -143,7 +143,7 @@ def test_forms_of_an_image(llm, answer, pages, site, form):
     {"type": "image_url", "image_url": DATA_URL}, {"type": "input_image", "image_url": DATA_URL},
     {"type": "image", "image": PAGE}, {"type": "image", "image": np.array(PAGE)}, {"type": "image", "image": PNG},
     {"type": "image", "url": DATA_URL}, {"type": "image", "path": "page 1.png"},
-    {"type": "image", "base64": base64.b64encode(PNG).decode()},
+    {"type": "image", "base64": base64.b64encode(PNG).decode()}, {"type": "image", "base64": DATA_URL},
     {"image_url": DATA_URL}, {"image_url": {"url": DATA_URL, "detail": None}}, {"image": PAGE}, {"image_pil": PAGE},
     {"type": "image", "image_url": {"url": DATA_URL}}, {"type": None, "image": PNG, "text": "", "video": None},
     {"type": "image", "index": 0, "text": None, "image": PAGE, "url": None, "max_pixels": None},
@@ -413,6 +413,12 @@ def test_files_that_are_within_the_bounds():
     for data in (encoded(PILImage.new("1", (4960, 7016)), "TIFF", compression="group4"), gif(9000, 9000),
                  encoded(PILImage.new("RGB", (2480, 3508)), "JPEG", progressive=True)):  # fmt: skip
         assert open_image(data).width >= 2480
+
+
+@pytest.mark.parametrize("source", [PILImage.new("RGB", (0, 5)), np.zeros((5, 0, 3), np.uint8)], ids=["PIL", "array"])
+def test_an_image_without_pixels_is_refused(llm, source):
+    """Gemma 3 saw a black square; other processors divided by zero."""
+    assert "the image is empty: it has 0 x " in why_of(run(llm, asks(source), THREE)[0])
 
 
 @pytest.mark.parametrize("limit", [10, None])
@@ -864,6 +870,28 @@ def test_options(path, pages):
         assert "must name its host 'x.org'. Allowed: []" in why_of(output)
         with refuses("2 images; LLM(limit_mm_per_prompt={'image': 1}) allows 1"):
             run(small, asks(PAGE, PAGE, text=ONE * 2), THREE)
+
+
+def test_a_size_takes_the_place_of_other_bounds(path, tmp_path):
+    """The file's bounds, or the engine's, replaced it, as in Qwen2.5-VL; and a request's bounds changed the engine's.
+
+    Processors write such bounds into the dictionary that they are given.
+    """
+    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "preprocessor_config.json"
+    with_bounds = json.loads(file.read_text()) | {"min_pixels": 64, "max_pixels": 2560}
+    file.write_text(json.dumps(with_bounds))
+    size, page = {"shortest_edge": 64, "longest_edge": 1000}, image(90, 90, 3)
+
+    def count(llm, **options):
+        (output,) = run(llm, asks(page, mm_processor_kwargs=options), THREE)
+        return output.prompt_token_ids.count(IMAGE)
+
+    with engine(str(tmp_path), mm_processor_kwargs={"max_pixels": 2000}) as llm:
+        assert [count(llm), count(llm, size=size), count(llm, size=size, max_pixels=300)] == [25, 9, 4]
+    with engine(str(tmp_path), mm_processor_kwargs={"size": size}) as llm:
+        assert [count(llm), count(llm, max_pixels=300), count(llm)] == [9, 4, 9]
+    assert size == {"shortest_edge": 64, "longest_edge": 1000}
 
 
 def test_engines_that_take_no_images(path, tmp_path, monkeypatch, answer):

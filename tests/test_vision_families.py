@@ -229,9 +229,12 @@ def test_a_tower_larger_than_its_tensors(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-3), ("bfloat16", 0.1)])
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 2e-3), ("bfloat16", 0.1)])
 def test_on_a_gpu(checkpoint, dtype, tolerance):
-    """Mean error of the prompt's log-probabilities, and of tokens in a mixed batch there are as many."""
+    """Mean error of the prompt's log-probabilities, and of tokens in a mixed batch there are as many.
+
+    Most of the error in fp32 is of pixels: where torchvision is installed it resizes for the engine, PIL for the twin.
+    """
     path, twin, _ = checkpoint
     params = SamplingParams(temperature=0, max_tokens=N, ignore_eos=True, prompt_logprobs=0)
     with engine(path, device="cuda", dtype=dtype, kvcache_block_size=16, max_num_batched_tokens=64) as llm:

@@ -400,7 +400,7 @@ WAYS = {
     "preempted, no cache": Way("preempted ahead"),
     "graphs": Way("cached chunked ahead graphs", {"max_num_batched_tokens": 300, **PROCESSED}),
     "all at once": Way("cached chunked preempted ahead graphs", {"max_num_seqs": 13}),
-    "few slots": Way("cached ahead", {"max_num_seqs": 4}, as_they_finish),
+    "few slots": Way("cached ahead", {"max_num_seqs": 4, **PROCESSED}, as_they_finish),
     "arriving": Way("cached chunked ahead", {"max_num_seqs": 5}, arriving),
     "streamed": Way("cached preempted ahead", drive=streamed),
     "two ranks": Way("cached ahead", {**TWO_RANKS, "kvcache_block_size": 256}),
@@ -410,8 +410,9 @@ WAYS = {
                                   {**TWO_RANKS, **PROCESSED, "max_num_seqs": 6}),
 }  # fmt: skip
 # Ways that others contain: chunks in "all at once" and "arriving", preemption with a cache in "streamed", two ranks in
-# "two ranks, all at once", whose requests without drafts decode in plain steps.
-BY_NIGHT = ("chunked", "preempted", "two ranks")
+# "two ranks, all at once", whose requests without drafts decode in plain steps; graphs in "all at once" and "drafts",
+# their processed log-probabilities in "few slots"; drafts with preemption and chunks in "two ranks, all at once".
+BY_NIGHT = ("chunked", "preempted", "two ranks", "graphs", "drafts, all at once")
 ON_GPU = {
     "sdpa": Way("cached ahead", {"attention_backend": "sdpa"}, turns=2),
     "blocks of 64": Way("cached ahead graphs", {"kvcache_block_size": 64}),

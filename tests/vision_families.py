@@ -1,6 +1,8 @@
 """Tiny random models with vision towers, made by transformers, no two dimensions equal; and transformers' answers."""
 
 import re
+from importlib import import_module
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -204,7 +206,7 @@ FAMILIES = {each.__name__: each for each in (
 def make_checkpoint(family: str, path, seed: int = 0):
     """Save a random model of the family, and an image processor; returns the model."""
     from transformers.models.gemma3 import Gemma3ImageProcessorPil
-    from transformers.models.gemma4 import Gemma4ImageProcessorPil, image_processing_pil_gemma4
+    from transformers.models.gemma4 import Gemma4ImageProcessorPil
     from transformers.models.glm46v import Glm46VImageProcessorPil
     from transformers.models.paddleocr_vl import PaddleOCRVLImageProcessorPil
     from transformers.models.pixtral import PixtralImageProcessorPil
@@ -228,7 +230,9 @@ def make_checkpoint(family: str, path, seed: int = 0):
     model.lm_head.weight.data[IMAGE] = 0  # seldom sampled: transformers would take it for an image
     model.save_pretrained(path)
     size = {"shortest_edge": 64, "longest_edge": 4096 if "glm" in family else 2048}  # GLM counts two frames
-    image_processing_pil_gemma4._SUPPORTED_SOFT_TOKENS = (9, 16)  # else an image has at least 60
+    for kind in ("_pil", "") if find_spec("torchvision") else ("_pil",):
+        module = import_module(f"transformers.models.gemma4.image_processing{kind}_gemma4")
+        module._SUPPORTED_SOFT_TOKENS = (9, 16)  # else an image has at least 60
     gemma4 = Gemma4ImageProcessorPil, {"patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 16}
     processor, options = {
         **dict.fromkeys(("gemma4_moe", "gemma4_e", "gemma4_unified"), gemma4),

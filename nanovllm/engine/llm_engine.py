@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from nanovllm.config import Config
-from nanovllm.core import Batch
+from nanovllm.core import Batch, Sequence
 from nanovllm.engine.callers import DROPPED, Caller, collect
 from nanovllm.engine.guard import Access, Guard, abandon, all_or_nothing
 from nanovllm.engine.input_processor import InputProcessor, Params
@@ -227,9 +227,13 @@ class LLMEngine:
         masks, process, failed = self._outputs.sampling_inputs(batch)  # they depend on the tokens just processed
         handle = self.model_runner.sample(masks, process)
         if failed:
-            self.scheduler.finish(failed)
-            self._outputs.finish(failed)
+            self.end(failed)
         return handle
+
+    def end(self, seqs: list[Sequence]) -> None:
+        """Take out sequences that have a ``finish_reason``, wherever they are."""
+        self.scheduler.finish(seqs)
+        self._outputs.finish(seqs)
 
     @all_or_nothing
     def register(self, requests: list[Request], caller: Caller) -> None:

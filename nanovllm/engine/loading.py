@@ -100,6 +100,10 @@ class LoadingQueue:
     def between_steps(self, engine: "LLMEngine", is_idle: bool) -> None:
         """Schedule the requests whose inputs are loaded. An idle engine waits for them, ``POLL_S`` at most."""
         self._begin()
+        waiting = engine.scheduler.waiting
+        if waiting and waiting[0].attachment is not None and waiting[0].attachment.failure is not None:
+            waiting[0].finish_reason, waiting[0].stop_reason = "error", waiting[0].attachment.failure
+            engine.end([waiting[0]])
         while self._loading:
             request = self._loading[0]
             if request.is_unfinished:  # else it was aborted or dropped

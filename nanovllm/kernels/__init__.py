@@ -39,6 +39,7 @@ OPS = {
     "rotate_qk": "attention.packed",
     "gelu_linear": "linear.dispatch",
     "sigmoid_gate": "linear.silu_and_mul",
+    "relu2": "linear.silu_and_mul",
     "soft_cap": "linear.silu_and_mul",
 }
 

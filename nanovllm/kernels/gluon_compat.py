@@ -18,3 +18,4 @@ commit_group, wait_group = hopper.async_copy.commit_group, hopper.async_copy.wai
 warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
 fence_async_shared, mbarrier = hopper.fence_async_shared, hopper.mbarrier
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+copies_arrive = hopper.async_copy.mbarrier_arrive

@@ -22,10 +22,12 @@ class Attachment:
         prompt_ids: of the prompt as its user sees them, integers [T].
         token_ids: of the prompt as the cache compares them, int32: below 0 where an input replaces the embedding, made
             of the contents of that input. Equal inputs have equal ids, and no model samples such an id.
+        failure: the reason why a missing input cannot be loaded again, or None.
     """
 
     prompt_ids: np.ndarray
     token_ids: np.ndarray
+    failure: str | None = None
 
     def is_ready(self, start: int) -> bool:
         """Whether the inputs of tokens from ``start`` on are in memory; begins to load missing ones."""

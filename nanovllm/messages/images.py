@@ -12,14 +12,14 @@ class ImageRows:
 
     Attributes:
         digest: of the contents.
-        pixels: tensors that the tower takes, on the CPU; on rank 0 alone.
+        pixels: its ``tensors`` are those that the tower takes, on the CPU; on rank 0 alone.
     """
 
     digest: bytes
     num_tokens: int
     start: int
     stop: int
-    pixels: dict[str, Any] | None = None
+    pixels: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "pixels": None}

@@ -18,7 +18,7 @@ from nanovllm.models.kinds import READERS, RECURRENT, load_kind
 from nanovllm.models.recurrent import RecurrentConfig
 from nanovllm.models.rope import DEFAULT_MAX_POSITION, OBJECT, POSITIVE, SIZE, RopeScaling, supported
 from nanovllm.quantization import read_quantization
-from nanovllm.utils.checkpoint import TOKEN_IDS, read_json, tensor_names
+from nanovllm.utils.checkpoint import TOKEN_IDS, files_to_read, read_json, tensor_names
 from nanovllm.validation import BOOLEAN, Rule, at_least, by_field, check, check_all, choice, integer, list_of, optional
 
 MAX_LAYERS = 10_000  # a damaged number must not fill the memory with descriptions of layers
@@ -42,6 +42,7 @@ PATTERN = Rule(  # n: every n-th layer is global; converted to letters
     lambda x: x is None or SIZE.accepts(x) or (isinstance(x, str) and bool(x) and set(x) <= {"L", "G"}),
     lambda x: x if isinstance(x, str) else "L" * ((x or 1) - 1) + "G",
 )
+LAYER = re.compile(r"(^|\.)layers\.\d+\.")  # in the name of a decoder layer's tensor
 LABELS, BARE = "ForSequenceClassification", "Model"  # ends of names in place of "ForCausalLM": other heads, or none
 
 
@@ -131,8 +132,9 @@ def read_raw(model_path: str) -> dict[str, Any]:
 def read_model_config(model_path: str) -> ModelConfig:
     """Read the configuration of a directory's model."""
     raw = read_raw(model_path)
-    files, given = sorted(Path(model_path).glob("*.safetensors")), raw.get("architectures")
-    is_bare = any(name.startswith("layers.") for file in files[:1] for name in tensor_names(file))
+    files, given = files_to_read(model_path), raw.get("architectures")
+    of_layers = (name for file in files for name in tensor_names(file) if LAYER.search(name))
+    is_bare = next(of_layers, "").startswith("layers.")
     if is_bare and isinstance(given, list) and not any("lm_head.weight" in tensor_names(file) for file in files):
         # a decoder saved alone, under the name of the model that it was taken from
         raw["architectures"] = [re.sub("ForCausalLM$", BARE, str(name)) for name in given]
@@ -171,7 +173,7 @@ def model_config(raw: dict[str, Any], files: Sequence[Path] = ()) -> ModelConfig
             rope.check_head(size)
     if given["hidden_size_per_layer_input"] and given["vocab_size_per_layer_input"] != given["vocab_size"]:
         raise CheckpointError("config.json: vocab_size_per_layer_input must be vocab_size.")
-    act = {"mamba2": "silu"}.get(family.recurrent, "gelu_tanh" if given["hidden_size_per_layer_input"] else "")
+    act = "silu" if family.recurrent else "gelu_tanh" if given["hidden_size_per_layer_input"] else ""
     if act and not family.ungated and ACTIVATIONS[given["hidden_act"]] != act:
         raise CheckpointError(f"config.json: hidden_act={given['hidden_act']!r} is not supported here: only {act}.")
     # Qwen's recipe for yarn adds rope_scaling to a config.json and leaves max_position_embeddings

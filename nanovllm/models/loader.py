@@ -25,12 +25,10 @@ from nanovllm.quantization.fp8.rules import KV_SCALES
 from nanovllm.quantization.fp8.tensors import read_kv_scales
 from nanovllm.quantization.packed import fitting, scheme_in
 from nanovllm.quantization.weights import WeightReader, randomize, writes
-from nanovllm.utils.checkpoint import open_tensors, read_json, tensor_names
+from nanovllm.utils.checkpoint import open_tensors, tensor_names, weight_files
 from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
 DIGEST_ROWS = 4096  # rows in memory at once, of an LM head or of the embedding that it should equal
-# beginnings of the names of files beside the weights: the same ones in Mistral's layout, an adapter, notes of macOS
-BESIDE = "consolidated", "adapter_model", "._"
 DUMMY_STD = 0.02  # standard deviation of random weights, as in transformers
 
 
@@ -75,10 +73,15 @@ class WeightFiller:
             name.removesuffix(".attn"): module for name, module in model.named_modules()
             if hasattr(module, "set_kv_scale")
         }  # fmt: skip
-        # checkpoints of a decoder alone have them at the top
-        self._parts_of_model = {name.split(".")[1] for name in params if name.startswith("model.")}
+        # checkpoints of a decoder alone have them at the top, under their names there
+        self._parts_of_model = {f"model.{name.split('.')[1]}." for name in params if name.startswith("model.")}
         is_tied = config.tie_word_embeddings and config.has_lm_head
         self._embedding = model.model.embed_tokens if is_tied else None
+        # tensors that transformers ties to it, by their names here
+        self._copies: Collection[str] = getattr(model, "copies_of_embedding", ())
+        self._tied: Any = None if self._embedding is None else self._embedding.weight
+        if self._copies:
+            self._tied = model.model.get_input_embeddings().weight
         self._head_digests: torch.Tensor | None = None
         self.device = str(next(iter(params.values())).device)
         self._adapter, self._changes = adapter, {} if adapter is None else self._read_adapter(adapter, base)
@@ -103,6 +106,10 @@ class WeightFiller:
                 self._head_digests = row_digests(mine, self._embedding.weight)
             return
         if not (name := self._name_here(tensor.name)):
+            return
+        if name in self._copies:
+            if self._only is None:
+                self._head_digests = row_digests(tensor.fit([*self._tied.shape]), self._tied)
             return
         if (whole := self._reader.take(name, tensor)) is None:
             return
@@ -140,7 +147,8 @@ class WeightFiller:
         self.filled.update(parts)
 
     def _whole_name(self, name: str) -> str:
-        return f"model.{name}" if name.partition(".")[0] in self._parts_of_model else name
+        part = self._renamed_here(f"model.{name.partition('.')[0]}.")
+        return f"model.{name}" if part in self._parts_of_model else name
 
     def _name_here(self, name: str) -> str:
         if self._checkpoint_name is not None:
@@ -154,7 +162,7 @@ class WeightFiller:
 
     def _read_adapter(self, path: str, base: str) -> dict[str, Change]:
         """An adapter's changes by the names of tensors here."""
-        names = [name for file in _weight_files(Path(base)) for name in tensor_names(file)]
+        names = [name for file in weight_files(Path(base)) for name in tensor_names(file)]
         names = [name for name in names if not self.unused.fullmatch(self._whole_name(name))]
         changes = {self._name_here(name): change for name, change in read_adapter(path, self.device, names).items()}
         tied = {"lm_head.weight", "model.embed_tokens.weight"} & changes.keys()
@@ -180,7 +188,7 @@ class WeightFiller:
         """Every tensor of the safetensors files in a directory, or of one file; CheckpointError if unreadable."""
         from safetensors import SafetensorError
 
-        files = _weight_files(Path(path))
+        files = weight_files(Path(path))
         if not files:
             raise CheckpointError(
                 f"{path} holds no *.safetensors file (other weight formats are not read); is the download complete?"
@@ -200,9 +208,9 @@ class WeightFiller:
 
     def check_complete(self, source: str, advice: str = "") -> None:
         """Raises CheckpointError: a tensor is missing, or ``lm_head.weight`` is no copy of the tied embedding."""
-        if self._embedding is not None and self._head_digests is not None:
-            weight = self._embedding.weight
-            if not torch.equal(self._head_digests, row_digests(CheckpointTensor.of("", weight.detach()), weight)):
+        if self._head_digests is not None:
+            given = row_digests(CheckpointTensor.of("", self._tied.detach()), self._tied)
+            if not torch.equal(self._head_digests, given):
                 raise CheckpointError(
                     f"{source}: lm_head.weight is not the embedding, but config.json ties them. If the model has one "
                     'of its own, write "tie_word_embeddings": false into config.json.'
@@ -268,38 +276,6 @@ def load_model(model: Any, path: str, adapter: str | None = None, extra: Collect
     filler.fill_from_files(path)
     filler.check_complete(path)
     return filler.adapted
-
-
-def _weight_files(path: Path) -> list[Path]:
-    """The files that the index names, else all that hold other tensors than ``model.safetensors``.
-
-    Other files may hold the same weights in other layouts. A file stands for itself.
-
-    Raises:
-        CheckpointError: a file of the index is missing, or ``model.safetensors`` has its tensors, too.
-    """
-    if path.exists() and not path.is_dir():
-        return [path]
-    files, single = sorted(path.glob("*.safetensors")), path / "model.safetensors"
-    index = path / "model.safetensors.index.json"
-    weight_map = read_json(index).get("weight_map") if index.is_file() else None
-    names = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
-    absent = names.difference(file.name for file in files)
-    if absent == names:  # no index, or a stale one
-        if names and not files:
-            raise CheckpointError(f"{index} names {min(names)}, which is not there; is the download complete?")
-        used = [file for file in files if not file.name.startswith(BESIDE)] or files
-        given = set(tensor_names(single)) if single in used else set()
-        # as transformers does, take model.safetensors where another file has the same tensors
-        return [file for file in used if file == single or given.isdisjoint(tensor_names(file))]
-    if absent and not single.exists():
-        raise CheckpointError(f"{index} names {min(absent)}, which is not there; is the download complete?")
-    if single.name not in names and not set(tensor_names(single)).isdisjoint(weight_map or ()):
-        raise CheckpointError(
-            f"{path} has the weights twice: in {single.name}, and in the files that {index.name} names, such as "
-            f"{min(names - absent)}. Remove the older: that file, or the index and its files."
-        )
-    return [file for file in files if file.name in names or file == single]
 
 
 def init_dummy_weights(model: nn.Module, seed: int) -> None:

@@ -22,8 +22,7 @@ class UngatedMLP(nn.Module):
 
     def hidden(self, x: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
         """x [T, C] -> relu(up(norm(x)))^2, [T, I]."""
-        h = self.up_proj(x, norm).relu_()
-        return h.mul_(h)
+        return self.up_proj.ops.relu2(self.up_proj(x, norm))
 
     def forward(self, residual: torch.Tensor, norm: RMSNorm | None, context: Context) -> torch.Tensor:
         """residual [T, C] -> this rank's partial sum of residual + mlp(norm(residual)), [T, C]."""

@@ -17,7 +17,7 @@ from nanovllm.errors import CheckpointError, RequestError
 from nanovllm.models import MODELS
 from nanovllm.models.families import TOWER
 from nanovllm.models.vision_rules import check_fields
-from nanovllm.utils.checkpoint import read_json, tensor_names
+from nanovllm.utils.checkpoint import files_to_read, read_json, tensor_names
 from nanovllm.validation import Rule, at_least, by_field, check, check_all, integer, list_of, optional
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class VisionConfig(NamedTuple):
         family = TOWERS.get(name)
         if family is None or not raw.get("vision_config"):
             return None
-        names = [name for file in sorted(Path(model_path).glob("*.safetensors")) for name in tensor_names(file)]
+        names = [name for file in files_to_read(model_path) for name in tensor_names(file)]
         if not is_dummy and not any(re.fullmatch(TOWER, name) for name in names):
             return None  # its language model was saved alone
         vision = check("config.json", "vision_config", raw["vision_config"], OBJECT, CheckpointError)

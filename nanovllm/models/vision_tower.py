@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from nanovllm.models.families import TOWER
 from nanovllm.models.towers import tower_of
 from nanovllm.models.vision import VisionConfig
 from nanovllm.models.vision_rules import check_sizes
-from nanovllm.utils.checkpoint import LOADING_LOCK, open_tensors
+from nanovllm.utils.checkpoint import LOADING_LOCK, files_to_read, open_tensors
 from nanovllm.utils.checkpoint_tensor import CheckpointTensor
 
 DUMMY_STD = 0.02
@@ -75,7 +74,7 @@ def tower_builder(vision: VisionConfig, model_path: str, dtype: torch.dtype) -> 
 def count_weights(model_path: str) -> int:
     """Count the numbers in the tensors of a checkpoint's vision tower and projector."""
     total = 0
-    for file in sorted(Path(model_path).glob("*.safetensors")):
+    for file in files_to_read(model_path):
         with open_tensors(file, "pt") as tensors:
             names = [name for name in tensors.keys() if re.fullmatch(TOWER, name)]  # noqa: SIM118
             total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)

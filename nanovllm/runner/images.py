@@ -32,6 +32,7 @@ from nanovllm.runner.request_state import RequestState
 from nanovllm.sampling.feature import Arrays, Tensors
 
 MAX_PATCHES = 65536  # patches per call of the tower, unless one image has more: 1 to 3 GiB of activations
+COMPILED_SIZES = (2, 4, 8, 16, 32, 64, 128, 256, 1024)  # image tokens; products are chosen by their number
 UNKNOWN = np.iinfo(np.int32).min  # a shift on the device after an interrupted step
 
 
@@ -137,7 +138,7 @@ class VisionPart(Part):
         known = self._cut
         new = {each.digest: each for each in rows if each.digest not in known}
         for group in groups(list(new.values()), self._most_tokens):
-            features = tower([each.pixels for each in group]).split([each.num_tokens for each in group])
+            features = tower([each.pixels.tensors for each in group]).split([each.num_tokens for each in group])
             known |= {each.digest: of_one for each, of_one in zip(group, features, strict=True)}
         self._cut = {each.digest: known[each.digest] for each in rows if each.stop < each.num_tokens}
         return torch.cat([known[each.digest][each.start : each.stop] for each in rows])
@@ -172,6 +173,12 @@ class VisionPart(Part):
         self._features, self._cut = None, {}
         self._shifts_on_host[:] = UNKNOWN
 
+    def compile(self) -> None:
+        """Issue the launches of the tower for small images, for a page and for the most patches."""
+        if self.tower is not None and self.tower.is_own:
+            for num_tokens in (*COMPILED_SIZES, self._most_tokens):
+                self.tower([self.tower.blank(num_tokens, self._rank.device)])
+
     # ---------------------------------------------------------------- memory
 
     def reserved_bytes(self, model: CausalLM) -> int:
@@ -203,6 +210,9 @@ class VisionLauncher(PrefillLauncher):
 
     def takes(self, batch: Batch, arrays: Arrays) -> bool:
         return ImagePart in batch.messages
+
+    def compile(self, model: CausalLM) -> None:
+        self._part.compile()
 
     def run(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
         model: Any = partial(self._part.forward, step.model)

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from nanovllm.transformers_backend.config import TransformersConfig, refusal
 from nanovllm.transformers_backend.layers import MLP, Experts, Linear, Norm, looping
 from nanovllm.transformers_backend.names import CODES, Names
 from nanovllm.transformers_backend.rotation import exchange_rotations
-from nanovllm.utils.checkpoint import LOADING_LOCK, tensor_names
+from nanovllm.utils.checkpoint import LOADING_LOCK, files_to_read, tensor_names
 
 TOLERANCE = 1e-5  # relative difference of an fp32 norm or MLP to the reference
 # Styles of transformers' plans that are replicated here: the head, as each rank cuts its part of the logits; embeddings
@@ -212,7 +211,7 @@ def schemes_of(model: Any, config: TransformersConfig, linears: list[str]) -> di
     schemes = read_schemes(quantization, config.family, modules)
     if config.fp8 is not None:  # a router in 16 bits would be quantized by the loader
         schemes |= dict.fromkeys(routers)
-    elif (files := list(Path(config.model_path).glob("*.safetensors"))):
+    elif (files := files_to_read(config.model_path)):
         names, tensors = Names(model), chain(*map(tensor_names, files))
         packed = {names.here(name).rpartition(".")[0] for name in tensors if name.rpartition(".")[2] in CODES}
         schemes = {path: scheme if path in packed else None for path, scheme in schemes.items()}

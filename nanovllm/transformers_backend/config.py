@@ -14,7 +14,8 @@ from nanovllm.models.families import Family
 from nanovllm.models.rope import DEFAULT_MAX_POSITION
 from nanovllm.quantization import read_schemes, rules_of
 from nanovllm.quantization.fp8 import rules as fp8_rules
-from nanovllm.utils.checkpoint import LOADING_LOCK
+from nanovllm.utils.checkpoint import LOADING_LOCK, TOKEN_IDS
+from nanovllm.validation import check
 
 STATELESS = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers that keep only a KV cache
 HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # ends of the names of classes that generate
@@ -115,6 +116,7 @@ def read_config(model_path: str, architecture: str) -> TransformersConfig | None
     # text_config has defaults of its class for what the file says outside
     eos, dtype = (value if (value := getattr(config, name, None)) is not None else get(name, default=default)
                   for name, default in (("eos_token_id", ()), ("dtype", "float32")))  # fmt: skip
+    eos = check("config.json", "eos_token_id", eos, TOKEN_IDS, CheckpointError)
     latent = (get("qk_nope_head_dim", default=0) + get("qk_rope_head_dim", default=0), get("v_head_dim", default=0))
     head_dim = max(get("head_dim", default=0) or hidden // heads, get("global_head_dim", default=0), *latent)
     positions = int(get("max_position_embeddings", "max_seq_len", default=0))
@@ -130,6 +132,6 @@ def read_config(model_path: str, architecture: str) -> TransformersConfig | None
         has_lm_head=True, num_labels=0, activation="", label_tokens=(), recurrent=None, num_nextn_predict_layers=0,
         quant_method=quantization.get("quant_method"), fp8=fp8,
         dtype=str(dtype).removeprefix("torch."),
-        eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos), architecture=architecture, model_path=model_path,
+        eos_token_ids=tuple(eos), architecture=architecture, model_path=model_path,
         has_tower=text is not config, quantization=quantization,
     )  # fmt: skip

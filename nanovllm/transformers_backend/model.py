@@ -88,6 +88,7 @@ class TransformersCausalLM(nn.Module):
         self.model = build(config, torch.get_default_dtype(), device, tp)
         names = Names(self.model)
         self.checkpoint_name, self.schemes = names.here, self.model.schemes  # as the loader asks for them
+        self.copies_of_embedding = names.copies_of_embedding
         self._decoders: list[Any] = []  # a list, so that they are no second submodule
         self._parts: dict[str, Any] = {}  # submodules that are models themselves
         self._runs: set[Any] = set()  # modules that run for text

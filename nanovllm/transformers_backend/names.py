@@ -31,6 +31,7 @@ class Names:
 
     Attributes:
         unused_modules: modules whose tensors are passed over.
+        copies_of_embedding: names of the input embedding besides its first one; the loader compares their tensors.
     """
 
     def __init__(self, model: Any):
@@ -44,6 +45,8 @@ class Names:
         renamings = [each for each in transforms if not isinstance(each, WeightConverter)]
         every = dict(model.named_parameters(remove_duplicate=False))
         self._tied = every.keys() - dict(model.named_parameters()).keys()
+        embedding = model.get_input_embeddings().weight
+        self.copies_of_embedding = {name for name in self._tied if every[name] is embedding}
         for name in list(every):  # parts of a merged product
             every |= {name.replace(".gate_up_proj.", f".{part}."): every[name] for part in ("gate_proj", "up_proj")}
         self._known = every.keys()
@@ -75,7 +78,7 @@ class Names:
         renamed, pattern = self._rename(name)
         is_unused = any(map(self._unused.search, (name, renamed))) and renamed not in self._known
         is_in_tower = any(renamed.startswith(f"{module}.") for module in self.unused_modules)
-        if renamed in self._tied or is_unused or is_in_tower:
+        if renamed in self._tied - self.copies_of_embedding or is_unused or is_in_tower:
             return ""
         if pattern is None:
             return renamed

@@ -21,6 +21,8 @@ LOADING_LOCK = RLock()  # imported by two threads at once, transformers lacks it
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
 # copies of the weights that a hub's repository may have: in folders, and in Mistral's own layout
 UNREAD, MISTRALS = "*/*.safetensors", "consolidated*.safetensors"
+# beginnings of the names of files beside the weights: the same ones in Mistral's layout, an adapter, notes of macOS
+BESIDE = "consolidated", "adapter_model", "._"
 TEMPLATES = "additional_chat_templates"  # a folder that transformers reads
 ID = at_least(0)
 IDS = list_of(ID, "a token id or a list of them")
@@ -158,6 +160,46 @@ def tensor_names(file: Path) -> list[str]:
             return list(tensors.keys())
     except (SafetensorError, OSError):
         return []
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files that the index names, else all that hold other tensors than ``model.safetensors``.
+
+    Other files may hold the same weights in other layouts. A file stands for itself.
+
+    Raises:
+        CheckpointError: a file of the index is missing, or ``model.safetensors`` has its tensors, too.
+    """
+    if path.exists() and not path.is_dir():
+        return [path]
+    files, single = sorted(path.glob("*.safetensors")), path / "model.safetensors"
+    index = path / "model.safetensors.index.json"
+    weight_map = read_json(index).get("weight_map") if index.is_file() else None
+    names = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
+    absent = names.difference(file.name for file in files)
+    if absent == names:  # no index, or a stale one
+        if names and not files:
+            raise CheckpointError(f"{index} names {min(names)}, which is not there; is the download complete?")
+        used = [file for file in files if not file.name.startswith(BESIDE)] or files
+        given = set(tensor_names(single)) if single in used else set()
+        # as transformers does, take model.safetensors where another file has the same tensors
+        return [file for file in used if file == single or given.isdisjoint(tensor_names(file))]
+    if absent and not single.exists():
+        raise CheckpointError(f"{index} names {min(absent)}, which is not there; is the download complete?")
+    if single.name not in names and not set(tensor_names(single)).isdisjoint(weight_map or ()):
+        raise CheckpointError(
+            f"{path} has the weights twice: in {single.name}, and in the files that {index.name} names, such as "
+            f"{min(names - absent)}. Remove the older: that file, or the index and its files."
+        )
+    return [file for file in files if file.name in names or file == single]
+
+
+def files_to_read(path: str | Path) -> list[Path]:
+    """The same to look at the tensors' names: all files where it raises an error, which loading them reports."""
+    try:
+        return weight_files(Path(path))
+    except CheckpointError:
+        return sorted(Path(path).glob("*.safetensors"))
 
 
 def read_eos_token_ids(model_path: str, of_config: Iterable[int]) -> list[int]:

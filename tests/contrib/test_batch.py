@@ -486,7 +486,7 @@ def test_damaged_lines_are_done_again(tmp_path, stubbed, start, end):
 def test_a_full_disk_writes_no_row_twice(tmp_path, stubbed, monkeypatch, capsys):
     """Closing the output must not write again what failed halfway, lest it is there twice once there is room."""
     argv = write_jsonl(tmp_path / "in.jsonl", questions(5)), tmp_path / "out.jsonl"
-    write = files.Output._write
+    write = files.Output.write_records
 
     def full(output, records, file):
         write(output, records, file)
@@ -494,7 +494,7 @@ def test_a_full_disk_writes_no_row_twice(tmp_path, stubbed, monkeypatch, capsys)
             raise OSError("No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(files.Output, "_write", full)
+        patch.setattr(files.Output, "write_records", full)
         assert error_of(capsys, *argv).endswith("error: No space left on device\n")
     assert batch(*argv) == 0
     assert [record["custom_id"] for record in read_jsonl(argv[1])] == [f"q{i}" for i in range(5)]
@@ -506,7 +506,7 @@ def test_a_full_disk_is_told_with_the_output_and_the_rows_that_it_holds(tmp_path
     if name == "out":
         pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
     argv = write_jsonl(tmp_path / "in.jsonl", questions(5)), tmp_path / name
-    write, written = files.Output._write, []
+    write, written = files.Output.write_records, []
 
     def full(output, records, file):
         written.append(records)
@@ -516,7 +516,7 @@ def test_a_full_disk_is_told_with_the_output_and_the_rows_that_it_holds(tmp_path
 
     with monkeypatch.context() as patch:
         patch.setattr(files, "PART_ROWS", 2)
-        patch.setattr(files.Output, "_write", full)
+        patch.setattr(files.Output, "write_records", full)
         said = error_of(capsys, *argv)
     num_there = 2 if name == "out.jsonl" else 4
     assert f"{num_there} of 5 rows are in {argv[1]}; the same command goes on.\n" in said

@@ -1,4 +1,6 @@
-"""Which kernels a linear layer launches: by precision, device and number of tokens, on the meta device."""
+"""Which kernels a linear layer or a mixture of experts launches: by precision, device and number of tokens, on the meta
+device.
+"""
 
 import sys
 
@@ -8,6 +10,8 @@ import torch
 from nanovllm.kernels.linear import dispatch
 from nanovllm.kernels.linear.norm import SplitKPartials
 from nanovllm.kernels.linear.reference import QKVEpilogue, Tokens, Weight
+from nanovllm.kernels.moe import dispatch as moe
+from nanovllm.kernels.moe.reference import Routing
 from nanovllm.quantization.fp8.numbers import E4M3
 from nanovllm.runner.start import WARMUP_SIZES
 
@@ -32,15 +36,16 @@ class Launched(list):
         return empty(len(x), weight.shape[1])
 
     def launch(self, kernel, grid, x, *args, **options):
-        in_fp16 = getattr(x, "dtype", None) == torch.int32  # gemv_kernel is given pairs
-        self.append(kernel.fn.__name__.removesuffix("_kernel") + ("_in_fp16" if in_fp16 else ""))
+        name = kernel.fn.__name__.removesuffix("_kernel")
+        in_fp16 = name == "gemv" and x.dtype == torch.int32  # pairs
+        self.append(name + ("_in_fp16" if in_fp16 else ""))
 
     def recorded(self, name, function):
         return lambda *args, **options: self.append(name) or function(*args, **options)
 
     def set(self, name, value):
         for module_name, module in list(sys.modules.items()):
-            if module_name.startswith("nanovllm.kernels.linear.") and hasattr(module, name):
+            if module_name.startswith(("nanovllm.kernels.linear.", "nanovllm.kernels.moe.")) and hasattr(module, name):
                 self.monkeypatch.setattr(module, name, value)
 
     def device(self, **answers):
@@ -203,3 +208,53 @@ def test_kernels_with_an_untested_triton(launched, monkeypatch):
         assert launched.by(lambda n=num_tokens: gate_up(n, "e4m3")) == "rms_norm scaled_mm act_and_mul"
         blocks = launched.by(lambda n=num_tokens: gate_up(n, "e4m3 blocks"))
         assert blocks == "dequantize rms_norm linear act_and_mul"
+
+
+def experts(num_tokens, act="silu", num_experts=32, num_units=768, dtype=torch.bfloat16, precision=None, **options):
+    """gate, up and down of 4 of the experts of a token, 2048 channels."""
+    gate_up, down = (
+        Weight(empty(num_experts, *shape, dtype=precision or dtype))
+        for shape in ((num_units if act == "relu2" else 2 * num_units, 2048), (2048, num_units))
+    )
+    if precision is not None:
+        gate_up, down = (w._replace(scale=empty(*w.data.shape[:2], 1, dtype=torch.float32)) for w in (gate_up, down))
+    ids, weights = empty(num_tokens, 4, dtype=torch.int32), empty(num_tokens, 4, dtype=torch.float32)
+    moe.chosen_experts(empty(num_tokens, 2048, dtype=dtype), gate_up, down, ids, weights, act, **options)
+
+
+def of_experts(launched, *args, **options):
+    return [name for name in launched.by(lambda: experts(*args, **options)).split() if name.startswith("grouped")]
+
+
+def test_kernels_of_experts(launched):
+    """On Hopper, in 16 bits, from 128 rows of an expert on."""
+    assert launched.by(lambda: experts(4)) == "gate_up_rows down_rows"
+    assert launched.by(lambda: experts(512)) == "group_rows grouped_gemm grouped_gemm sum_rows"
+    for options in ({}, {"act": "relu2"}, {"dtype": torch.float16}, {"num_units": 1856}):
+        assert of_experts(launched, 1024, **options) == 2 * ["grouped_gemm_sm90"], options
+    assert of_experts(launched, 1023) == of_experts(launched, 1024, num_experts=33) == 2 * ["grouped_gemm"]
+    biases = (empty(32, 1536), empty(32, 2048))
+    others = {"dtype": torch.float32}, {"precision": E4M3}, {"biases": biases}
+    for options in others:
+        assert of_experts(launched, 1024, **options) == 2 * ["grouped_gemm"], options
+    # steps of 64 units or channels; a limit is of the activation alone
+    assert of_experts(launched, 1024, num_units=768 - 32) == ["grouped_gemm_sm90", "grouped_gemm"]
+    assert of_experts(launched, 1024, limit=7.0) == ["grouped_gemm", "grouped_gemm_sm90"]
+    launched.device(is_sm90=False)
+    assert of_experts(launched, 1024) == 2 * ["grouped_gemm"]
+
+
+@pytest.mark.parametrize("dtype, by_tokens", [
+    (torch.bfloat16, {5: "router", 256: "router", 257: "router", 4096: "router"}),
+    (torch.float32, {5: "router", 256: "router", 257: "linear", 4096: "linear"}),
+])  # fmt: skip
+def test_scores_in_fp32(dtype, by_tokens, launched):
+    """Scores by sigmoid are of fp32 logits. Those of 16 bits are multiplied as they are, without copies in fp32."""
+    router, gate_up, down = (empty(*shape, dtype=dtype) for shape in ((32, 2048), (32, 96, 2048), (32, 2048, 48)))
+    for num_tokens, want in by_tokens.items():
+        launched.clear()
+        moe.fused_moe(
+            empty(num_tokens, 2048, dtype=dtype), None, 1e-6, router, None, Weight(gate_up), Weight(down),
+            Routing(4, "sigmoid"), empty(num_tokens, dtype=torch.int32),
+        )  # fmt: skip
+        assert launched[:2] == [want, "route"], num_tokens

@@ -163,6 +163,10 @@ TABLE = {
         silu_and_mul.sigmoid_gate, reference.sigmoid_gate,
         lambda dtype, T, N: (randn(T, N, dtype=dtype), inside(randn(T, N, dtype=dtype) * 4, 5, N)), WIDE, overwrites=0,
     ),
+    "relu2": Row(
+        silu_and_mul.relu2, reference.relu2, lambda dtype, T, N: (inside(randn(T, N, dtype=dtype), 3, 7),), WIDE,
+        overwrites=0,
+    ),
     "soft_cap": Row(silu_and_mul.soft_cap, reference.soft_cap, soft_cap_args, WIDE, overwrites=0),
     "norm_rope_store": Row(
         norm_rope_store.norm_rope_store, reference.norm_rope_store, norm_rope_store_args,

@@ -4,16 +4,18 @@ Run as a script, this file records the variants that Triton would compile for a 
 interpreted nor compiled, so no GPU is needed.
 """
 
+import ast
 import inspect
 import json
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from histories import at_night
+from histories import ALL, at_night
 
 pytest.importorskip("triton")
 
@@ -30,6 +32,22 @@ SHAPES = {
 }  # fmt: skip
 INT4 = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False}}
 SHAPES |= {"int4": SHAPES["0.6b"] | INT4, "moe int4": SHAPES["moe"] | INT4}
+IMAGE, PATCH = 190, {"patch_size": 8, "temporal_patch_size": 1}
+# Qwen2.5-VL: a tower with heads of 80, layers with windows and one without
+SHAPES["images"] = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "image_token_id": IMAGE,
+    "video_token_id": 191, "vision_start_token_id": 192, "vision_end_token_id": 193,
+    "text_config": {
+        **SHAPES["tiny"], "hidden_size": 256, "model_type": "qwen2_5_vl_text", "vocab_size": 6000,
+        "num_hidden_layers": 2, "max_position_embeddings": 1024, "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 8, 8],
+        },
+    },
+    "vision_config": {
+        **PATCH, "depth": 2, "fullatt_block_indexes": [1], "hidden_size": 160, "num_heads": 2, "out_hidden_size": 256,
+        "intermediate_size": 64, "window_size": 64, "spatial_merge_size": 2,
+    },
+}  # fmt: skip
 # around the borders at which another variant is chosen: 1, multiples of 16, powers of two
 PROMPT_LENGTHS = [
     1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256,
@@ -38,7 +56,8 @@ BATCH_SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 31, 32, 33, 48, 63, 64]
 
 
 @pytest.mark.parametrize(("shape", "num_ranks"), [
-    ("tiny", 2), ("0.6b", 1), ("moe", 1), ("moe int4", 1), *at_night(("tiny", 1), ("0.6b", 2), ("int4", 1)),
+    ("tiny", 2), ("0.6b", 1), ("moe", 1), ("moe int4", 1), ("images", 1),
+    *at_night(("tiny", 1), ("0.6b", 2), ("int4", 1)),
 ])  # fmt: skip
 def test_the_warmup_compiles_all_that_a_run_launches_and_launches_nothing(shape, num_ranks, tmp_path):
     config = {
@@ -48,6 +67,10 @@ def test_the_warmup_compiles_all_that_a_run_launches_and_launches_nothing(shape,
         **SHAPES[shape],
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
+    if shape == "images":
+        processor = {"image_processor_type": "Qwen2VLImageProcessor", "merge_size": 2, **PATCH,
+                     "size": {"shortest_edge": 256, "longest_edge": 1 << 20}}  # fmt: skip
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, __file__, str(tmp_path), str(num_ranks)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
@@ -56,7 +79,8 @@ def test_the_warmup_compiles_all_that_a_run_launches_and_launches_nothing(shape,
     assert report["run"] and report["run"] <= report["warmed_up"]
     if shape == "0.6b" and report["has_gluon"]:
         assert {"decode_gemm_sm90", "prefill_gemm_sm90", "prefill_sm90"} <= set(report["modules"])
-    assert {"filters", "gumbel", "masks", "step_inputs"} <= set(report["modules"])
+    used = {"packed", *["packed_sm90"] * report["has_gluon"]} if shape == "images" else {"filters", "masks"}
+    assert {"gumbel", "step_inputs"} | used <= set(report["modules"])
     assert report["launched_in_warmup"] == [] and report["not_warmed_up"] == []
 
 
@@ -73,6 +97,23 @@ def test_a_hopper_gpu_in_place_of_others(monkeypatch):
         monkeypatch.setattr(launch, "WITHOUT_HOPPER", without)
         assert launch.is_sm90.__wrapped__(device) == (not without)
         assert launch.shared_kib.__wrapped__(device) == (99 if without else 227)
+
+
+VARYING = {"num_tokens", "num_seqs", "num_rows", "num_tiles", "num_items", "batch_size"}
+
+
+def test_sizes_of_a_batch_are_not_specialized():
+    """The tower's attention was compiled again, 4 s in the middle of a job, where its tiles were a multiple of 16."""
+    found = []
+    for file in (Path(__file__).parents[2] / "nanovllm" / "kernels").rglob("*.py"):
+        for kernel in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(kernel, ast.FunctionDef) or not kernel.name.endswith("_kernel"):
+                continue
+            options = " ".join(map(ast.unparse, kernel.decorator_list))
+            if varying := {each.arg for each in kernel.args.args if each.annotation is None} & VARYING:
+                assert all(f"'{name}'" in options for name in varying), f"{file}: {kernel.name}"
+                found.append(kernel.name)
+    assert len(found) > 20
 
 
 def test_kernels_are_loaded_once_compiled_without_an_asynchronous_mode(monkeypatch):
@@ -166,10 +207,29 @@ def test_nothing_is_compiled_after_start(make_checkpoint, make_llm, monkeypatch,
     assert compiled == []
 
 
+def run_texts(llm) -> None:
+    from nanovllm import SamplingParams
+
+    llm.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=2, min_tokens=2), use_tqdm=False)
+    filters = SamplingParams(max_tokens=2, top_k=5, top_p=0.9, min_p=0.1)
+    for params in (SamplingParams(max_tokens=2), filters):
+        for size in BATCH_SIZES:
+            llm.generate([[size] * 3] * size, params, use_tqdm=False)
+        if params is filters and not ALL:  # they change what sampling launches, which depends on the batch's size alone
+            break
+        for length in PROMPT_LENGTHS:
+            llm.generate([[length] * length], params, use_tqdm=False)
+        for size in BATCH_SIZES:
+            llm.generate([[size] * (500 // size)] * size, params, use_tqdm=False)  # many tokens, few of them sampled
+        for size in (8, 16):
+            llm.generate([[size] * (2048 // size)] * size, params, use_tqdm=False)
+
+
 def main(model: str, num_ranks: int) -> None:
     """Start one of ``num_ranks`` ranks, warm up, run; print the kernel variants requested as one line of JSON."""
     import torch
     import triton
+    from PIL import Image
 
     class Driver:
         def get_current_device(self):
@@ -201,7 +261,8 @@ def main(model: str, num_ranks: int) -> None:
 
     triton.runtime.driver.set_active(Driver())
     triton.knobs.runtime.jit_cache_hook = note
-    torch.empty = torch.zeros  # token ids that no kernel writes must be valid
+    empty = torch.empty
+    torch.empty = lambda *args, **kwargs: empty(*args, **kwargs).zero_()  # ids that no kernel writes must be valid
     # cuBLAS's share of a run would take minutes on a CPU, for values that no kernel reads
     torch.nn.functional.linear = lambda x, weight, bias=None: x.new_zeros(*x.shape[:-1], len(weight))
     torch.addmm = lambda residual, x, weight, *, out: out
@@ -232,22 +293,20 @@ def main(model: str, num_ranks: int) -> None:
     runner = llm.model_runner
 
     phase = "warmup"
-    model = runner.model
+    loaded = runner.model
     with torch.inference_mode(), ops.parallel_compile(runner.device):
         compile_kernels(runner)
-    runner.model = model
+    runner.model = loaded
     runner.allocate_kv_cache()  # parts have released theirs
 
     phase = "run"
-    llm.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=2, min_tokens=2), use_tqdm=False)
-    for params in (SamplingParams(max_tokens=2), SamplingParams(max_tokens=2, top_k=5, top_p=0.9, min_p=0.1)):
-        for length in PROMPT_LENGTHS:
-            llm.generate([[length] * length], params, use_tqdm=False)
-        for size in BATCH_SIZES:
-            llm.generate([[size] * 3] * size, params, use_tqdm=False)
-            llm.generate([[size] * (500 // size)] * size, params, use_tqdm=False)  # many tokens, few of them sampled
-        for size in (8, 16):
-            llm.generate([[size] * (2048 // size)] * size, params, use_tqdm=False)
+    if (Path(model) / "preprocessor_config.json").exists():
+        for count, side in ((1, 16), (1, 64), (1, 176), (1, 256), (2, 96), (4, 256), (7, 128), (16, 64)):
+            image = {"image": Image.new("RGB", (side, side + 16), (count, side, 0))}
+            prompts = [{"prompt_token_ids": [5, IMAGE, size], "multi_modal_data": image} for size in range(count)]
+            llm.generate(prompts, SamplingParams(max_tokens=2), use_tqdm=False)
+    else:
+        run_texts(llm)
     llm.exit()
     report = {
         "warmed_up": len(warmed_up),

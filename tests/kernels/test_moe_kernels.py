@@ -29,6 +29,7 @@ from nanovllm.quantization.int4 import numbers as int4
 from . import DEVICE, EPS, rand, randn
 from .test_nvfp4_linear import make_weight as nvfp4_weight
 
+ON_HOPPER = DEVICE == "cuda" and is_sm90(torch.device("cuda"))
 # share of the largest value: routing weights, products of a few hundred channels, and the rounding of the result
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # Triton's interpreter multiplies no bf16 matrices
@@ -182,6 +183,22 @@ def test_route_with_extreme_logits():
         torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    "num_tokens, num_experts, num_channels, dtype",
+    [(3, 5, 600, torch.float32), (256, 40, 96, HALF), (257, 5, 600, HALF), (300, 130, 96, HALF),
+     *(gpu_param(n, *sizes, HALF) for n in (257, 16384) for sizes in ((128, 2688), (32, 2048), (256, 7168)))],
+)  # fmt: skip
+def test_router_partials(num_tokens, num_experts, num_channels, dtype, has_bias):
+    """Exact but for the rounding of sums in fp32: nothing is rounded to 16 bits."""
+    x, weight = randn(num_tokens, num_channels, dtype=dtype), randn(num_experts, num_channels, dtype=dtype)
+    bias = randn(num_experts, dtype=dtype) if has_bias else None
+    got = dispatch.router_partials(x, weight, bias)
+    assert got.dtype == torch.float32 and got.shape[1:] == (num_tokens, num_experts)
+    expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    torch.testing.assert_close(got.sum(0).double(), expected, rtol=0, atol=1e-5 * num_channels**0.5)
+
+
 class Problem:
     """Arguments of `fused_moe`. The router looks at the first E channels only, which `choose` sets."""
 
@@ -300,6 +317,29 @@ def test_experts_without_a_gate(num_tokens, dtype, sizes):
         assert isinstance(got, torch.Tensor)  # the next product of one token takes nothing else
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("act, C, E, I", [
+    ("silu", 64, 4, 64), ("relu2", 64, 4, 64),  # one step of channels
+    ("gelu_tanh", 192, 5, 320), ("relu2", 192, 5, 448), ("silu", 320, 200, 192), ("relu2", 2688, 16, 1856),
+])  # fmt: skip
+def test_many_rows_on_hopper(act, C, E, I, dtype, monkeypatch):
+    """Tiles that are not whole, experts without rows, and two experts with more than the others."""
+    if not ON_HOPPER:
+        pytest.skip("other GPUs have no such kernel")
+    module, calls = dispatch.grouped_gemm_sm90, []
+    original = module.grouped_gemm
+    monkeypatch.setattr(module, "grouped_gemm", lambda *args: calls.append(args) or original(*args))
+    num_tokens = 80 * E + 7
+    problem = Problem(num_tokens, C, E, I, Routing(2), dtype, padding=[0, 70, num_tokens - 1])
+    if act == "relu2":
+        problem.weights[0] = Weight(problem.gate_up[:, :I].contiguous())
+    problem.without_tokens(1, 2, padding=[0])
+    problem.residual[5 : num_tokens // 3, 3:5] += 20.0
+    problem.check(act=act)
+    assert len(calls) == 2
+
+
 @pytest.mark.parametrize("C, E, I", [(48, 6, 40), (72, 20, 24), (96, 5, 17)])
 def test_fused_moe_of_odd_sizes(C, E, I):
     Problem(7, C, E, I, Routing(3)).check()
@@ -403,7 +443,6 @@ def as_multiplied(x, weight):
     return tokens.data.float() * tokens.scale[:, None]
 
 
-ON_HOPPER = DEVICE == "cuda" and is_sm90(torch.device("cuda"))
 # C, E, I, groups: per feature; blocks; blocks that a shard cuts; fewer than 16 channels, or no multiple of them
 FP8_SHAPES = [
     (64, 16, 48, (0, 0)), (128, 8, 64, (64, 32)), (96, 5, 48, (32, 16)), (48, 3, 24, (16, 8)), (24, 3, 16, (0, 0)),

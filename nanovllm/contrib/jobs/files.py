@@ -357,7 +357,7 @@ class Output:
                     ends.append(end_of(record))
             if num_cut:
                 with replacing(file) as new:
-                    self._write(filterfalse(is_cut, read(file)), new)
+                    self.write_records(filterfalse(is_cut, read(file)), new)
         return np.frombuffer(hashes, np.uint64), np.frombuffer(ends, np.uint8)
 
     @contextmanager
@@ -390,20 +390,20 @@ class Output:
         rows, self._rows, self._flushed_at = self._rows, [], monotonic()
         try:
             if self._file is not None:
-                self._write(rows, self._file)
+                self.write_records(rows, self._file)
                 self._file.flush()
             elif rows:
                 parts = self.files()
                 number = int(parts[-1].stem.removeprefix("part-")) + 1 if parts else 0
                 with replacing(self.path / f"part-{number:06d}.parquet") as part:
-                    self._write(rows, part)
+                    self.write_records(rows, part)
         except OSError as error:  # such as a full disk; those of writes name no file
             if error.errno is not None:
                 error.filename = error.filename or str(self.path)
             raise
         self.num_written += len(rows)
 
-    def _write(self, records: Iterable[dict[str, Any]], file: Any) -> None:
+    def write_records(self, records: Iterable[dict[str, Any]], file: Any) -> None:
         if not self.is_parquet:
             for record in records:  # half of a surrogate pair becomes \ud800, as JSON writes it
                 file.write(json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")

@@ -3,10 +3,11 @@
 import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
-from nanovllm.errors import RequestError
+from nanovllm.errors import RequestError, as_request_error
 from nanovllm.messages import Attachment
 from nanovllm.messages.images import ImagePart, ImageRows
 from nanovllm.models.vision import VisionConfig
@@ -41,8 +42,12 @@ class Images(Attachment):
             prompt_ids = np.concatenate([first, *parts])
         elif num_placeholders < sum(sizes):
             raise wrong_count(vision, num_placeholders, len(images))
+        else:
+            check_places(vision, prompt_ids, [image.grid for image in images])
         self._vision, self._images, self.prompt_ids = vision, images, prompt_ids
         self._pixels: list[Pixels | None] = [None] * len(images)  # pixels of images that wait for the tower
+        # Pixels that a batch holds. Several completions of the prompt may be in it: they share this object.
+        self._launched: WeakValueDictionary[int, Pixels] = WeakValueDictionary()
         is_image = prompt_ids == vision.image_token_id
         is_image &= np.cumsum(is_image) <= sum(sizes)  # the model may have sampled the id after the images
         self._first_rows = np.append(0, np.cumsum(sizes))  # first row of each image, among the tokens of images
@@ -57,7 +62,11 @@ class Images(Attachment):
         first = self._row[min(start, len(self.token_ids))]
         for i, (image, end) in enumerate(zip(self._images, self._first_rows[1:], strict=True)):
             if end > first and self._pixels[i] is None:
-                self._pixels[i] = image.pixels_if_loaded()
+                try:
+                    self._pixels[i] = image.pixels_if_loaded()
+                except BaseException as error:  # their user has closed the PIL image
+                    self.failure = str(as_request_error(error))
+                    return False
         return all(x is not None for x, end in zip(self._pixels, self._first_rows[1:], strict=True) if end > first)
 
     def chunk_end(self, start: int, stop: int) -> int:
@@ -75,10 +84,11 @@ class Images(Attachment):
         for i, image in enumerate(self._images):
             begin, end = self._first_rows[i : i + 2]
             if begin < last and end > first:
-                pixels = self._pixels[i]
+                pixels = self._pixels[i] or self._launched.get(i)
                 assert pixels is not None, "is_ready was false"
                 of_image = int(max(first - begin, 0)), int(min(last, end) - begin)
-                rows.append(ImageRows(image.digest, image.num_tokens, *of_image, pixels.tensors))
+                rows.append(ImageRows(image.digest, image.num_tokens, *of_image, pixels))
+                self._launched[i], self._pixels[i] = pixels, pixels
                 if end <= last:  # after a preemption they are loaded again
                     self._pixels[i] = image.pixels = None
         if self._positions is None:
@@ -94,6 +104,23 @@ def wrong_count(vision: VisionConfig, num_placeholders: Any, num_images: int) ->
         f"the prompt has {num_placeholders} image placeholders (token {vision.image_token_id}) and {num_images} "
         "images; write one placeholder for each image."
     )
+
+
+def check_places(vision: VisionConfig, prompt_ids: np.ndarray, grids: list[np.ndarray]) -> None:
+    """Raise RequestError unless the tokens of each image are together in a prompt that has all of them."""
+    is_image, stop, marks = prompt_ids == vision.image_token_id, 0, [-1] * len(vision.family.marks)
+    for i, grid in enumerate(grids):
+        expected = vision.layout(grid, marks) == vision.image_token_id
+        start = stop + int(is_image[stop:].argmax())
+        stop = start + len(expected)
+        is_longer = i == len(grids) - 1 and is_image[stop : stop + 1].any()  # another image may follow at once
+        if is_longer or not np.array_equal(is_image[start:stop], expected):
+            num_given = int(np.append(is_image[start:], False).argmin())
+            raise RequestError(
+                f"the prompt has {num_given} image placeholders (token {vision.image_token_id}) in a row at token "
+                f"{start}, which do not fit image {i} of {vision.num_tokens(grid)} tokens; write one placeholder for "
+                "each image."
+            )
 
 
 def content_ids(digest: bytes, num_tokens: int) -> np.ndarray:

@@ -40,6 +40,8 @@ def open_image(source: Any) -> Any:
     try:
         name, image = _opened(source) if isinstance(source, bytes) else ("", source)
         width, height = image.size
+        if not width * height:
+            raise RequestError(f"the image is empty: it has {width:,} x {height:,} pixels.")
         if width * height > MAX_PIXELS:
             raise RequestError(f"the image has {width:,} x {height:,} pixels; allowed are {MAX_PIXELS:,}.")
         if name:

@@ -25,7 +25,7 @@ from nanovllm.engine.images.decoding import open_image
 from nanovllm.engine.images.factory import KEYS, data_of, has_keys, options_of
 from nanovllm.engine.images.fetching import end_all
 from nanovllm.engine.images.messages import SizedImage, take_images
-from nanovllm.engine.images.processing import ImageProcessor
+from nanovllm.engine.images.processing import PIXELS, ImageProcessor
 from nanovllm.engine.images.sources import Permissions, name_of, read_source
 from nanovllm.engine.loading import NUM_THREADS, Attachments, Loading
 from nanovllm.engine.text.prompts import as_token_ids, split_prompt
@@ -203,7 +203,9 @@ class ImageLoader(Attachments):
         if ids is None:
             (ids,) = self._tokenizer.encode([self.vision.placed(str(text))])
         sources = self._sources(prompt)
-        options = {**self._options, **options_of(prompt.get("mm_processor_kwargs"))}
+        given = options_of(prompt.get("mm_processor_kwargs"))
+        without = PIXELS if "size" in given else {}  # the engine's bounds would take the place of this prompt's
+        options = {name: value for name, value in self._options.items() if name not in without} | given
         self._processor(options, RequestError)
         for source in sources:
             if isinstance(source, SizedImage):

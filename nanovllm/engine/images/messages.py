@@ -61,7 +61,7 @@ def _without_image(part: Any, images: list[Any]) -> Any:
     if source is None or len(given) > 1 or given[0] not in IMAGE_PARTS[kind]:
         also = f", not {' and '.join(map(repr, given))}" if source is not None else ""
         raise RequestError(f"a part of type {kind!r} must have {' or '.join(map(repr, IMAGE_PARTS[kind]))}{also}.")
-    if given == ["base64"] and isinstance(source, str):
+    if given == ["base64"] and isinstance(source, str) and not source.startswith("data:"):
         source = f"data:image/any;base64,{source}"
     sizes = {name: options[name] for name in SIZES if options.get(name) is not None}
     for name, size in sizes.items():

@@ -7,6 +7,8 @@ and the launches. So threads stop at levels, and the tower looks up the numbers 
 Gemma 4's processor pads its rows of patches; ``in_grid`` gives them the form of other processors.
 """
 
+from copy import deepcopy
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -18,6 +20,7 @@ from nanovllm.utils.checkpoint import LOADING_LOCK
 from nanovllm.validation import did_you_mean
 
 AS_LEVELS = {"do_rescale": False, "do_normalize": False}
+PIXELS = {"min_pixels": None, "max_pixels": None}  # bounds that some processors have beside ``size``, and prefer
 
 
 class ImageProcessor:
@@ -118,15 +121,17 @@ def make_processor(model_path: str, options: dict[str, Any], name: str = "") -> 
             if name:
                 module, _, kind = name.rpartition(".")
                 kind += "" if backend == "torchvision" else "Pil"
-                given = getattr(import_module(f"transformers.models.{module}"), kind)
-                processor = given.from_pretrained(model_path, **options)
+                load = getattr(import_module(f"transformers.models.{module}"), kind).from_pretrained
             else:
-                processor = AutoImageProcessor.from_pretrained(model_path, backend=backend, **options)
+                load = partial(AutoImageProcessor.from_pretrained, backend=backend)
+            processor = load(model_path, **deepcopy(options))  # processors write into ``size``
+            known = processor.valid_kwargs.__annotations__
+            if "size" in options and PIXELS.keys() <= known.keys():  # the file's bounds were put in its place
+                processor = load(model_path, **deepcopy(PIXELS | options))
         except Exception as error:
             if options:  # without options the processor is already loaded
                 raise TypeError(f"{error!s:.300}") from None
             raise CheckpointError(f"the image processor of {model_path} cannot be loaded: {error!s:.500}") from None
-    known = processor.valid_kwargs.__annotations__
     for name in options:
         if name not in known:
             raise TypeError(f"the image processor has no option {name!r}.{did_you_mean(name, known)}")

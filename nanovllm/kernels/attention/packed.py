@@ -87,7 +87,7 @@ def _packed_kernel(
 def _rotate_kernel(
     qkv_ptr,  # [T, 3 * H * D], q and k are overwritten here
     cos_sin_ptr,  # fp32 [T, D]
-    num_tokens, stride,
+    stride,
     NUM_PAIRS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK pairs (x[i], x[i + D / 2]) of a token's q and k, which are 2 * H heads."""
@@ -115,7 +115,7 @@ def rotate_qk(qkv, cos_sin, num_heads):
     block = min(2048, triton.next_power_of_2(num_pairs))
     launch(
         _rotate_kernel, (len(qkv), triton.cdiv(num_pairs, block)),
-        qkv, cos_sin, len(qkv), qkv.stride(0), NUM_PAIRS=num_pairs, HEAD_SIZE=head_size, BLOCK=block,
+        qkv, cos_sin, qkv.stride(0), NUM_PAIRS=num_pairs, HEAD_SIZE=head_size, BLOCK=block,
         num_warps=4, **launch_options(qkv.device),
     )  # fmt: skip
     return qkv.unflatten(1, (3, num_heads, head_size)).unbind(1)

@@ -231,7 +231,7 @@ def consumer(
             store_rows(acc_tail, out_ptr, this_head, this_row, this_end, stride_out, WIDTH, HEAD_SIZE)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_tiles", "num_items"])
 def packed_attention_kernel(
     q_ptr,  # [T, H * D]
     k_desc, k_tail_desc,  # [T, H * D]; the tail's is None unless D is above 64 and no power of two

@@ -653,7 +653,7 @@ def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None, residual=Non
     num_programs, num_tiles = num_sms(x.device), triton.cdiv(num_tokens, BLOCK_M.value) * num_tiles_n
     num_whole, half_desc = num_tiles, None
     if act_mul and x_scale is not None and x_scale.dim() == weight_scale.shape[1] == 1 and not quantized:
-        num_whole, half_desc = num_whole_tiles(num_tiles, num_programs), _descriptor(weight, half_n // 2, block_c)
+        num_whole, half_desc = num_whole_tiles(num_tiles, num_programs), descriptor(weight, half_n // 2, block_c)
     y, y_scale = residual, None
     if residual is None:
         y = torch.empty((num_tokens, num_outputs), dtype=E4M3 if quantized else dtype, device=x.device)
@@ -661,8 +661,8 @@ def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None, residual=Non
         y_scale = torch.empty((num_outputs // half_n, num_tokens), dtype=torch.float32, device=x.device)
     launch(
         prefill_gemm_kernel, (min(num_programs, 2 * num_tiles - num_whole),),
-        _descriptor(x, CONSUMER_M.value, block_c), _descriptor(weight, half_n, block_c), half_desc,
-        _descriptor(y, CONSUMER_M.value, STORE_N.value), num_tokens, num_tiles_n, num_channels // block_c, num_whole,
+        descriptor(x, CONSUMER_M.value, block_c), descriptor(weight, half_n, block_c), half_desc,
+        descriptor(y, CONSUMER_M.value, STORE_N.value), num_tokens, num_tiles_n, num_channels // block_c, num_whole,
         half_n if act_mul else BLOCK_N.value, num_features // 2 if act_mul else half_n,
         x_scale, weight_scale, y_scale, residual, None if residual is None else residual.stride(0), bias,
         *epilogue_args, kv_scale,
@@ -676,6 +676,6 @@ def prefill_gemm(x, weight, act_mul=None, bias=None, epilogue=None, residual=Non
     return y if epilogue is None else y.unflatten(1, (num_heads, head_size))
 
 
-def _descriptor(x, *block):
+def descriptor(x, *block):
     layout = gl.NVMMASharedLayout(block[1] * x.element_size(), 8 * x.element_size(), 2)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), layout)

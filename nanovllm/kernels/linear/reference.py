@@ -199,6 +199,12 @@ def sigmoid_gate(x, gate):
     return x * gate.float().sigmoid().to(x.dtype)
 
 
+def relu2(x):
+    """relu(x)^2 of x [T, N], which is overwritten."""
+    x = x.relu_()
+    return x.mul_(x)
+
+
 def soft_cap(x, cap):
     """cap * tanh(x / cap), in fp32, of logits x [N, V]; the kernel overwrites them."""
     return (torch.tanh(x.float() / cap) * cap).to(x.dtype)

@@ -1,6 +1,6 @@
-"""Triton: products with an activated gate, and soft caps.
+"""Triton: products with an activated gate, squared ReLU, and soft caps.
 
-act(gate) * up where no GEMM epilogue computes it, x * sigmoid(gate), and cap * tanh(x / cap).
+act(gate) * up where no GEMM epilogue computes it, x * sigmoid(gate), relu(x)^2, and cap * tanh(x / cap).
 """
 
 import torch
@@ -80,6 +80,26 @@ def sigmoid_gate(x, gate):
     num_features = x.shape[1]
     assert x.is_contiguous() and gate.stride(1) == 1
     launch_by_rows(sigmoid_gate_kernel, num_features, x, gate, gate.stride(0), num_features)
+    return x
+
+
+@triton.jit
+def relu2_kernel(
+    x_ptr,  # [T, N], tokens strided, written by a product; overwritten here
+    x_stride, num_features, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    pdl_launch_dependents(USE_PDL)
+    pdl_wait(USE_PDL)
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ptrs = x_ptr + tl.program_id(0).to(tl.int64) * x_stride + offs
+    x = tl.load(ptrs, mask=offs < num_features, other=0.0).to(tl.float32)
+    y = tl.where(x < 0, 0.0, x)  # NaN stays NaN
+    tl.store(ptrs, (y * y).to(x_ptr.dtype.element_ty), mask=offs < num_features)
+
+
+def relu2(x):
+    """See reference.relu2. Overwrites `x`."""
+    launch_by_rows(relu2_kernel, x.shape[1], x, x.stride(0), x.shape[1])
     return x
 
 

@@ -4,7 +4,8 @@ Owns `fused_moe` and `chosen_experts`: the choice of kernels by the number of to
 reference.py says what is computed.
 
     1 to 4     gemv.py, row by row
-    5 and up   grouped_gemm.py, rows grouped by expert
+    5 and up   grouped_gemm.py, rows grouped by expert; in 16 bits on Hopper, from 128 rows of an expert on the mean,
+               grouped_gemm_sm90.py
 
 With e4m3 weights up to 4 tokens are multiplied in their own 16 bits (W8A16). From 5 on, on Hopper, rows are quantized
 to e4m3 as well, each by itself, before both products (W8A8); elsewhere tiles of the weights are widened in registers.
@@ -14,7 +15,6 @@ of 16, all experts are dequantized at each call, which is correct but slow.
 """
 
 import torch
-import torch.nn.functional as F
 
 from ...quantization.int4.numbers import MIN_TILE
 from ..launch import has_large_shared_memory, is_sm90
@@ -24,12 +24,17 @@ from ..linear.norm import SplitKPartials, quantize_tokens, rms_norm
 from ..linear.reference import Tokens, Weight
 from .gemv import down_rows, gate_up_rows
 from .grouped_gemm import grouped_config, grouped_gemm, scale_group, sum_rows
-from .route import group_rows, route, router_partials
+from .route import MAX_TOKENS_ROUTER, group_rows, route, router_partials
 from .unpack import padded, reordered
+
+try:
+    from . import grouped_gemm_sm90
+except ImportError:  # an untested version of Triton, see gluon_compat.py
+    grouped_gemm_sm90 = None  # type: ignore[assignment]
 
 # Measured on an H200 (docs/experiments.md, "Mixture of experts").
 MAX_TOKENS_GEMV = 4
-MAX_TOKENS_ROUTER = 256
+MIN_ROWS_SM90 = 128  # of an expert, on the mean
 MAX_TOKENS_FP32 = 256  # keep the experts' results in fp32 up to here; beyond, the extra bytes cost too much
 
 
@@ -52,10 +57,9 @@ def fused_moe(residual, norm_weight, eps, router_weight, correction_bias, gate_u
     routed, routed_norm = (x, norm_weight) if router_norm_weight is None else (residual, router_norm_weight)
     if routed_norm is not None and num_tokens > 1:
         routed, routed_norm = rms_norm(routed, routed_norm, eps), None
-    if num_tokens <= MAX_TOKENS_ROUTER and routed_norm is None:
+    has_partials = num_tokens <= MAX_TOKENS_ROUTER or (in_fp32 and routed.element_size() == 2)
+    if has_partials and routed_norm is None:
         logits = router_partials(routed, router_weight, of_router)
-    elif in_fp32:
-        logits = F.linear(routed.float(), router_weight.float(), None if of_router is None else of_router.float())
     else:
         logits = fused_linear(routed, Weight(router_weight), of_router, routed_norm, eps)
     shared_gate = None if shared is None else (x, norm_weight if shared.gate is not None else None, eps, shared.gate)
@@ -83,20 +87,26 @@ def chosen_experts(x, gate_up, down, ids, weights, act="silu", norm_weight=None,
     rows, counts = group_rows(ids, num_experts)
     num_units = padded(down.num_channels) if down.is_mxfp4 else down.num_channels
     h = torch.empty((num_tokens * top_k, num_units), dtype=x.dtype, device=x.device)
-    has_large = has_large_shared_memory(x.device)
-    x = tokens_for(x, gate_up)
-    kinds = x.scale is not None, gate_up.is_mxfp4, has_large, gate_up.has_words
-    config = grouped_config(len(h), num_experts, act != "relu2", *kinds)
-    grouped_gemm(config, x, gate_up, rows, counts, h, top_k, act, bias=of_gate_up, limit=limit)
+    multiply(tokens_for(x, gate_up), gate_up, rows, counts, h, top_k, act, bias=of_gate_up, limit=limit)
     parts_dtype = torch.float32 if num_tokens <= MAX_TOKENS_FP32 else x.dtype
     parts = torch.empty((top_k, num_tokens, num_channels), dtype=parts_dtype, device=h.device)
     h = Tokens(h, h.dtype) if down.is_mxfp4 else tokens_for(h, down)  # h is in the tiles' order already
-    kinds = h.scale is not None, down.is_mxfp4, has_large, down.has_words
-    config = grouped_config(len(h.data), num_experts, False, *kinds)
-    grouped_gemm(config, h, down, rows, counts, parts, top_k, weights=weights, bias=of_down)
+    multiply(h, down, rows, counts, parts, top_k, weights=weights, bias=of_down)
     if base is not None and allow_split_k and num_tokens > 1:  # products of one token take a plain residual
         return SplitKPartials(base, parts)
     return sum_rows(parts, base, x.dtype)
+
+
+def multiply(x, weight, rows, counts, y, top_k, act=None, weights=None, bias=None, limit=0.0):
+    """See grouped_gemm_kernel of grouped_gemm.py. x: Tokens, weight: Weight."""
+    num_experts, num_rows = len(weight.data), rows.shape[1] * top_k
+    has_many = grouped_gemm_sm90 is not None and num_rows >= MIN_ROWS_SM90 * num_experts
+    if has_many and grouped_gemm_sm90.supports(x, weight, y, bias, limit):
+        return grouped_gemm_sm90.grouped_gemm(x, weight, rows, counts, y, top_k, act, weights)
+    is_gated, has_large = act not in (None, "relu2"), has_large_shared_memory(y.device)
+    kinds = x.scale is not None, weight.is_mxfp4, has_large, weight.has_words
+    config = grouped_config(num_rows, num_experts, is_gated, *kinds)
+    return grouped_gemm(config, x, weight, rows, counts, y, top_k, act, weights, bias, limit)
 
 
 def takes_shared_expert(num_tokens, gate_up, shared_gate_up, routing):

@@ -1,9 +1,11 @@
-"""Triton: the router's product for few tokens, its choice of experts, and the rows of each expert.
+"""Triton: the router's product, its choice of experts, and the rows of each expert.
 
 Owns `router_partials`, `route` and `group_rows`. Where a shared expert is one of a token's, `route` computes its gate.
 
 T tokens, E experts, k chosen experts of a token, C channels. Row t * k + j is choice j of token t.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,9 +16,27 @@ from . import reference
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 ROUTER_CHANNELS = 256  # channels per program of the router's product: few experts would occupy few programs
+ROUTER_SPLIT_K = 4  # programs along the channels for more tokens, each with a sum of its own
+MAX_TOKENS_ROUTER = 256  # up to here a program of the router's product has 16 tokens and one step of channels
 LOWEST = tl.constexpr(-3e38)
 MAX_ROWS_SEARCHED = 8192  # by each expert in one step; more are counted first
 BLOCK_ROWS = 256
+
+
+class RouterConfig(NamedTuple):
+    """How the router's product is cut into programs."""
+
+    block_t: int  # tokens
+    block_e: int  # experts
+    block_c: int  # channels of a step
+    steps: int
+
+
+def router_config(num_tokens, num_channels, num_experts):
+    if num_tokens <= MAX_TOKENS_ROUTER:
+        return RouterConfig(16, 32, min(ROUTER_CHANNELS, max(16, triton.next_power_of_2(num_channels))), 1)
+    block_e = min(128, max(16, triton.next_power_of_2(num_experts)))
+    return RouterConfig(64, block_e, 64, triton.cdiv(num_channels, 64 * ROUTER_SPLIT_K))
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -31,15 +51,17 @@ def router_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    STEPS: tl.constexpr,
     PRECISION: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """One program: BLOCK_C channels of BLOCK_E experts and BLOCK_T tokens. Weights are loaded before the wait."""
+    """One program: STEPS * BLOCK_C channels of BLOCK_E experts and BLOCK_T tokens. The first weights are loaded before
+    the wait."""
     pdl_launch_dependents(USE_PDL)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     expert = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     split = tl.program_id(2)
-    c = split * BLOCK_C + tl.arange(0, BLOCK_C)
+    c = split * (STEPS * BLOCK_C) + tl.arange(0, BLOCK_C)
     inside = (c < NUM_CHANNELS)[None, :]
     weight_ptrs = weight_ptr + expert[:, None] * NUM_CHANNELS + c[None, :]
     weight = tl.load(weight_ptrs, mask=(expert < NUM_EXPERTS)[:, None] & inside, other=0.0)
@@ -51,22 +73,31 @@ def router_kernel(
     x_ptrs = x_ptr + token[:, None] * NUM_CHANNELS + c[None, :]
     x = tl.load(x_ptrs, mask=(token < num_tokens)[:, None] & inside, other=0.0)
     acc = tl.dot(x, tl.trans(weight), acc, input_precision=PRECISION)
+    for step in range(BLOCK_C, STEPS * BLOCK_C, BLOCK_C):
+        inside = (step + c < NUM_CHANNELS)[None, :]
+        weight = tl.load(weight_ptrs + step, mask=(expert < NUM_EXPERTS)[:, None] & inside, other=0.0)
+        x = tl.load(x_ptrs + step, mask=(token < num_tokens)[:, None] & inside, other=0.0)
+        acc = tl.dot(x, tl.trans(weight), acc, input_precision=PRECISION)
     offs = (split * num_tokens + token)[:, None] * NUM_EXPERTS + expert[None, :]
     tl.store(partials_ptr + offs, acc, mask=(token < num_tokens)[:, None] & (expert < NUM_EXPERTS)[None, :])
 
 
 def router_partials(x, weight, bias=None):
-    """Partial sums fp32 [SPLIT_K, T, E] of x [T, C] weight^T [+ bias] for up to 256 tokens, added by `route`."""
+    """Partial sums fp32 [SPLIT_K, T, E] of x [T, C] weight^T [+ bias], added by `route`.
+
+    Products of 16-bit numbers are exact in fp32, so tokens and weights need no copies in fp32.
+    """
     (num_tokens, num_channels), num_experts = x.shape, len(weight)
     assert x.is_contiguous() and weight.is_contiguous()
-    block_c = min(ROUTER_CHANNELS, max(16, triton.next_power_of_2(num_channels)))
-    split_k = triton.cdiv(num_channels, block_c)
+    config = router_config(num_tokens, num_channels, num_experts)
+    split_k = triton.cdiv(num_channels, config.block_c * config.steps)
     partials = torch.empty((split_k, num_tokens, num_experts), dtype=torch.float32, device=x.device)
     launch(
-        router_kernel, (triton.cdiv(num_tokens, 16), triton.cdiv(num_experts, 32), split_k),
+        router_kernel, (triton.cdiv(num_tokens, config.block_t), triton.cdiv(num_experts, config.block_e), split_k),
         x, weight, bias, partials, num_tokens,
-        NUM_EXPERTS=num_experts, NUM_CHANNELS=num_channels, BLOCK_T=16, BLOCK_E=32, BLOCK_C=block_c,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=4, **launch_options(x.device),
+        NUM_EXPERTS=num_experts, NUM_CHANNELS=num_channels, BLOCK_T=config.block_t, BLOCK_E=config.block_e,
+        BLOCK_C=config.block_c, STEPS=config.steps, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=4, **launch_options(x.device),
     )  # fmt: skip
     return partials
 

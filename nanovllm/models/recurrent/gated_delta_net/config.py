@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 from nanovllm.errors import CheckpointError
 from nanovllm.models.recurrent import RecurrentConfig, StateShape
 from nanovllm.models.rope import SIZE
-from nanovllm.validation import by_field, check, choice, optional
+from nanovllm.validation import by_field, check, choice, integer, optional
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class GatedDeltaConfig(RecurrentConfig):
     mixers: ClassVar = {"linear_attention": "gated_delta_net"}
     rules: ClassVar = by_field(
         ("linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim", SIZE),
-        ("linear_conv_kernel_dim full_attention_interval", SIZE),
+        ("linear_conv_kernel_dim", integer("an integer >= 2", lambda n: n >= 2 and SIZE.accepts(n))),
+        ("full_attention_interval", SIZE),
         ("attn_output_gate", optional(choice(True))),
     )
     layers_field: ClassVar = "full_attention_interval"
