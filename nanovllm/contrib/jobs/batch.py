@@ -1,7 +1,8 @@
 """``nanovllm batch``: complete every row of a file, exactly once however often the job is stopped.
 
-The job reads the input twice: for the ids, then for the rows that are not done. It keeps only a hash of each row's
-id, and engines take rows as they have room. So a million rows need little more memory than a thousand.
+The job reads the input three times: for the ids, for a fingerprint of its contents, and for the rows that are not done.
+It keeps only a hash of each row's id, and engines take rows as they have room. So a million rows need little more
+memory than a thousand.
 """
 
 import json

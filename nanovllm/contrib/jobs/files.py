@@ -375,10 +375,11 @@ class Output:
     def opened(self) -> Iterator[None]:
         if self.is_parquet:
             self.path.resolve().mkdir(exist_ok=True)  # a link may point to nothing
-        with nullcontext() if self.is_parquet else self.path.open("ab") as self._file:
-            try:
-                yield
-            finally:
+        self._file = None if self.is_parquet else self.path.open("ab")
+        try:
+            yield
+        finally:
+            with naming(self.path), nullcontext() if self._file is None else self._file:  # closing writes, too
                 self._flush()
 
     def append(self, record: dict[str, Any]) -> None:
@@ -388,7 +389,7 @@ class Output:
 
     def _flush(self) -> None:
         rows, self._rows, self._flushed_at = self._rows, [], monotonic()
-        try:
+        with naming(self.path):
             if self._file is not None:
                 self.write_records(rows, self._file)
                 self._file.flush()
@@ -397,10 +398,6 @@ class Output:
                 number = int(parts[-1].stem.removeprefix("part-")) + 1 if parts else 0
                 with replacing(self.path / f"part-{number:06d}.parquet") as part:
                     self.write_records(rows, part)
-        except OSError as error:  # such as a full disk; those of writes name no file
-            if error.errno is not None:
-                error.filename = error.filename or str(self.path)
-            raise
         self.num_written += len(rows)
 
     def write_records(self, records: Iterable[dict[str, Any]], file: Any) -> None:
@@ -419,6 +416,17 @@ class Output:
             {k: x if x is None or k in self._integers else as_text(x) for k, x in row.items()} for row in records
         ]
         import_parquet().write_table(pyarrow.Table.from_pylist(rows, pyarrow.schema(types)), file)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give errors of writes, such as a full disk, the name of the file, which they lack."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:
+            error.filename = error.filename or str(path)
+        raise
 
 
 @contextmanager
