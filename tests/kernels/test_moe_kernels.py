@@ -196,7 +196,7 @@ def test_router_partials(num_tokens, num_experts, num_channels, dtype, has_bias)
     got = dispatch.router_partials(x, weight, bias)
     assert got.dtype == torch.float32 and got.shape[1:] == (num_tokens, num_experts)
     expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    torch.testing.assert_close(got.sum(0).double(), expected, rtol=0, atol=1e-5 * num_channels**0.5)
+    torch.testing.assert_close(got.sum(0).double(), expected, rtol=0, atol=2e-5 * num_channels**0.5)
 
 
 class Problem:
