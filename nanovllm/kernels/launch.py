@@ -23,17 +23,40 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from types import SimpleNamespace
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime import build
 
 compile_only: ContextVar[bool] = ContextVar("compile_only", default=False)  # per thread: other engines may serve
 
 
 # On a Hopper GPU: run the kernels of other GPUs, with the shared memory of the smallest, so that one GPU tests both.
 WITHOUT_HOPPER = os.environ.get("NANOVLLM_WITHOUT_HOPPER", "0") not in ("", "0")
+
+
+_one_load = threading.Lock()
+
+
+def _of_its_own(load):
+    """``load(name, path)`` for one thread at a time, which returns the functions of the loaded module.
+
+    Triton 3.5 and 3.6 build a launcher for each kernel, an extension module of the same name. Python loads such a
+    module again into the object of the last one, whose function another thread may then take for its own kernel.
+    """
+
+    def load_alone(name, path):
+        with _one_load:
+            return SimpleNamespace(**vars(load(name, path)))
+
+    return load_alone
+
+
+if hasattr(build, "_load_module_from_path"):
+    build._load_module_from_path = _of_its_own(build._load_module_from_path)
 
 
 class _Compilers(ThreadPoolExecutor):

@@ -8,6 +8,7 @@ import ast
 import inspect
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -142,6 +143,28 @@ def test_kernels_are_loaded_once_compiled_without_an_asynchronous_mode(monkeypat
         assert len(loaded) == 1 and launched == []
     launch(Kernel(), (3,), 7)
     assert len(loaded) == 1 and launched == [((7,), (3,))]
+
+
+LAUNCHER = """
+#include <Python.h>
+static PyObject* launch(PyObject* self, PyObject* args) { return PyLong_FromLong(%d); }
+static PyMethodDef methods[] = {{"launch", launch, METH_VARARGS, ""}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "__triton_launcher", NULL, -1, methods};
+PyMODINIT_FUNC PyInit___triton_launcher(void) { return PyModule_Create(&module); }
+"""
+
+
+def test_a_launcher_is_not_replaced_by_one_that_is_loaded_later(tmp_path, monkeypatch):
+    """With threads that compile, one in some hundred starts launched a kernel with the arguments of another."""
+    from triton.runtime.build import compile_module_from_src
+
+    from nanovllm.kernels import launch  # noqa: F401
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    if not (shutil.which("gcc") or shutil.which("clang")):
+        pytest.skip("needs a C compiler")
+    modules = [compile_module_from_src(src=LAUNCHER % i, name="__triton_launcher") for i in (0, 1, 0, 1, 2, 0)]
+    assert [module.launch() for module in modules] == [0, 1, 0, 1, 2, 0]
 
 
 @pytest.mark.parametrize("fails", ["launching", "compiling"])
