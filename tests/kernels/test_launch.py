@@ -155,7 +155,7 @@ PyMODINIT_FUNC PyInit___triton_launcher(void) { return PyModule_Create(&module);
 
 
 def test_a_launcher_is_not_replaced_by_one_that_is_loaded_later(tmp_path, monkeypatch):
-    """With threads that compile, one in some hundred starts launched a kernel with the arguments of another."""
+    """Threads that compile could take each other's: one start of some hundred failed at a launch."""
     from triton.runtime.build import compile_module_from_src
 
     from nanovllm.kernels import launch  # noqa: F401
