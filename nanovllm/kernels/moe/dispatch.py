@@ -34,7 +34,7 @@ except ImportError:  # an untested version of Triton, see gluon_compat.py
 
 # Measured on an H200 (docs/experiments.md, "Mixture of experts").
 MAX_TOKENS_GEMV = 4
-MIN_ROWS_SM90 = 128  # of an expert, on the mean
+MIN_ROWS_SM90 = 128  # rows of an expert on the mean
 MAX_TOKENS_FP32 = 256  # keep the experts' results in fp32 up to here; beyond, the extra bytes cost too much
 
 
