@@ -204,11 +204,11 @@ class BlockManager:
 
     def is_ready(self, seq: Sequence) -> bool:
         """Whether a waiting sequence has its inputs in memory, as far as no chunk or cached prefix covers them."""
-        if seq.attachment is None:
+        if (inputs := seq.attachment) is None:
             return True
         # another completion of its prompt may have dropped them since its first chunk
         start = seq.num_computed_tokens if seq.block_table else len(self.find_prefix(seq)) * self.block_size
-        return seq.attachment.is_ready(start)
+        return inputs.is_ready(start)
 
     def chunk_end(self, seq: Sequence, start: int, stop: int) -> int:
         """Where a prefill chunk from ``start`` ends that cannot go beyond ``stop``; ``start``: it must wait."""
