@@ -1,4 +1,4 @@
-"""Locates a checkpoint and reads its small JSON files. ``models/loader.py`` reads the tensors."""
+"""Locates a checkpoint, chooses its weight files, reads its small JSON files. ``models/loader.py`` reads weights."""
 
 import json
 import os
